@@ -1,0 +1,89 @@
+"""`dspark-hf demo`: the same prompt answered by plain `generate()` and by DSpark, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+
+from ..demo import Comparison, compare, smollm2_folder
+from . import arguments
+from .generate import describe
+
+
+PROMPT = (
+    "A bakery bakes 18 trays of rolls every morning, with 12 rolls on each tray. It sells 150 rolls before noon and "
+    "half of the rest in the afternoon. How many rolls are left in the evening?"
+)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Declare the subcommand."""
+    parser = commands.add_parser(
+        "demo",
+        help="plain generate() against DSpark on the same prompt",
+        description="Answer one prompt with plain generate() and with DSpark; compare the answers and the time taken.",
+    )
+    parser.add_argument("--prompt", default=PROMPT, help="default: a small sum in words")
+    parser.add_argument("--prompt-ids", metavar="IDS", help="the prompt as comma-separated token ids")
+    parser.add_argument("--no-chat", action="store_true", help="do not apply the tokenizer's chat template")
+    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="timed runs of each, the faster one counts")
+    arguments.add_pair_arguments(
+        parser, model_help="target model; default: SmolLM2-135M-Instruct, fetched once", model_required=False
+    )
+    arguments.add_generation_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand."""
+    pair = arguments.load_pair(args, args.model or str(smollm2_folder()))
+    if args.prompt_ids is not None:
+        inputs = arguments.encode_ids(pair, args.prompt_ids)
+    else:
+        inputs = arguments.encode_prompts(pair, [args.prompt], chat=not args.no_chat)
+        print(f"Prompt: {args.prompt}\n")
+    settings = arguments.generation_settings(args)
+    comparison = compare(pair.model, pair.draft, inputs, repeats=args.repeats, seed=args.seed, **settings)
+    dtype = str(pair.model.dtype).removeprefix("torch.")
+    print(f"Target {args.model or 'SmolLM2-135M-Instruct'}, {dtype}, {pair.model.device.type}", end="")
+    print(f", {torch.get_num_threads()} threads" if pair.model.device.type == "cpu" else "")
+    print(report(comparison, pair, sampled=settings["do_sample"]))
+    return 0
+
+
+def report(comparison: Comparison, pair: arguments.Pair, *, sampled: bool) -> str:
+    """The comparison as text: both answers, their speed, what the draft achieved, and the verdict."""
+    plain, dspark = comparison.plain_ids, comparison.dspark_ids
+    ratio = comparison.dspark_speed / comparison.plain_speed
+    return "\n".join(
+        (
+            f"\n== plain generate(): {len(plain)} tokens, {comparison.plain_speed:.1f} tokens/s",
+            arguments.decode(pair, plain).strip(),
+            f"\n== with DSpark: {len(dspark)} tokens, {comparison.dspark_speed:.1f} tokens/s ({ratio:.2f} times plain)",
+            arguments.decode(pair, dspark).strip(),
+            "",
+            describe(comparison.stats),
+            verdict(comparison, pair, sampled=sampled),
+        )
+    )
+
+
+def verdict(comparison: Comparison, pair: arguments.Pair, *, sampled: bool) -> str:
+    """One sentence on whether the answers are the same, and on the first difference if they are not."""
+    difference = comparison.difference
+    if difference is None:
+        return "outputs identical"
+    if sampled:
+        return "outputs differ, as two sampled answers do: they follow the same distribution, by different random draws"
+    if math.isnan(difference.logit_gap):
+        return f"outputs differ in length: one ends after {difference.index} tokens, equal up to there"
+    left, right = (repr(arguments.decode(pair, [token])) for token in (difference.plain, difference.dspark))
+    return (
+        f"outputs differ from token {difference.index} on: plain {left}, DSpark {right}; the target's logits for the "
+        f"two are {difference.logit_gap:+.4f} apart"
+    )
+
+
+__all__ = ["add_parser", "report", "run", "verdict"]
