@@ -11,7 +11,6 @@ import sys
 
 from . import demo, generate
 
-
 COMMANDS = (generate, demo)
 
 

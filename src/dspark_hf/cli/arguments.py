@@ -31,7 +31,7 @@ def add_pair_arguments(parser: argparse.ArgumentParser, *, model_help: str, mode
     """Declare `--model`, `--draft` and how to load them."""
     group = parser.add_argument_group("models")
     group.add_argument("--model", metavar="REPO|FOLDER", required=model_required, help=model_help)
-    group.add_argument("--draft", metavar="REPO|FOLDER", required=True, help="DSpark draft, in any supported packaging")
+    group.add_argument("--draft", metavar="REPO|FOLDER", required=True, help="DSpark draft, any supported packaging")
     group.add_argument(
         "--dtype",
         default="auto",
@@ -54,7 +54,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="for sampling; default: 0")
     group = parser.add_argument_group("draft (defaults: what the draft's own generation_config.json says)")
     group.add_argument("--num-draft-tokens", type=int, metavar="N", help="at most N drafted tokens a round")
-    group.add_argument("--schedule", choices=("constant", "confidence", "throughput"), help="how many of them to verify")
+    group.add_argument("--schedule", choices=("constant", "confidence", "throughput"), help="how to cut them short")
     group.add_argument("--confidence-threshold", type=float, metavar="C", help="0 verifies all, 1 none")
 
 
@@ -132,7 +132,7 @@ def encode_ids(pair: Pair, text: str) -> dict[str, torch.Tensor]:
     vocabulary = pair.model.get_input_embeddings().num_embeddings
     ids = [int(piece) if piece.strip().isdecimal() else -1 for piece in text.split(",")]
     if not all(0 <= token < vocabulary for token in ids):
-        raise ValueError(f"--prompt-ids: expected numbers from 0 to {vocabulary - 1}, separated by commas; got {text!r}")
+        raise ValueError(f"--prompt-ids: expected numbers from 0 to {vocabulary - 1} between commas, got {text!r}")
     input_ids = torch.tensor([ids], device=pair.model.device)
     return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 

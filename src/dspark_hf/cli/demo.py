@@ -11,7 +11,6 @@ from ..demo import Comparison, compare, smollm2_folder
 from . import arguments
 from .generate import describe
 
-
 PROMPT = (
     "A bakery bakes 18 trays of rolls every morning, with 12 rolls on each tray. It sells 150 rolls before noon and "
     "half of the rest in the afternoon. How many rolls are left in the evening?"
@@ -28,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--prompt", default=PROMPT, help="default: a small sum in words")
     parser.add_argument("--prompt-ids", metavar="IDS", help="the prompt as comma-separated token ids")
     parser.add_argument("--no-chat", action="store_true", help="do not apply the tokenizer's chat template")
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="timed runs of each, the faster one counts")
+    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="timed runs of each; the faster counts")
     arguments.add_pair_arguments(
         parser, model_help="target model; default: SmolLM2-135M-Instruct, fetched once", model_required=False
     )
@@ -61,7 +60,7 @@ def report(comparison: Comparison, pair: arguments.Pair, *, sampled: bool) -> st
         (
             f"\n== plain generate(): {len(plain)} tokens, {comparison.plain_speed:.1f} tokens/s",
             arguments.decode(pair, plain).strip(),
-            f"\n== with DSpark: {len(dspark)} tokens, {comparison.dspark_speed:.1f} tokens/s ({ratio:.2f} times plain)",
+            f"\n== DSpark: {len(dspark)} tokens, {comparison.dspark_speed:.1f} tokens/s ({ratio:.2f} times plain)",
             arguments.decode(pair, dspark).strip(),
             "",
             describe(comparison.stats),
@@ -76,7 +75,7 @@ def verdict(comparison: Comparison, pair: arguments.Pair, *, sampled: bool) -> s
     if difference is None:
         return "outputs identical"
     if sampled:
-        return "outputs differ, as two sampled answers do: they follow the same distribution, by different random draws"
+        return "outputs differ, as sampled answers do: one distribution, different random draws"
     if math.isnan(difference.logit_gap):
         return f"outputs differ in length: one ends after {difference.index} tokens, equal up to there"
     left, right = (repr(arguments.decode(pair, [token])) for token in (difference.plain, difference.dspark))

