@@ -33,7 +33,7 @@ def unit_of(path: Path) -> str:
 
 
 def imported_units(path: Path) -> set[str]:
-    """Units of the package that a module imports, at its top or inside a function; blocks for type checkers excluded."""
+    """Units of the package that a module imports, at its top or inside functions, but not for type checkers only."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     type_only = {
         inner
@@ -99,7 +99,7 @@ def test_readme_names_things_that_exist():
     import dspark_hf
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"\b((?:DSpark|Throughput|Round|GenerateDSpark)[A-Z]\w+)\b", readme)) | {"record_generation"}
+    names = {"record_generation", *re.findall(r"\b((?:DSpark|Throughput|Round|GenerateDSpark)[A-Z]\w+)\b", readme)}
     assert {name for name in names if not hasattr(dspark_hf, name)} == set()
 
 
