@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "dspark_hf"
 # A module imports from its own layer and those before it. `mathematics` is pure: not even the model layer.
 LAYERS = {
     "leaf": {"_compat", "stats"},
-    "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "checkpoints"},
+    "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
     "mathematics": {"sampling", "scheduling", "calibration", "throughput", "draft_gate"},
     "runtime": {"generation"},
     "edge": {"training", "demo", "cli", "__init__"},

@@ -1,0 +1,318 @@
+"""Plain `generate()` against DSpark, in one process.
+
+    python benchmarks/generate.py --target TARGET --draft DRAFT --prompts prompts.jsonl --source gsm8k mbpp \
+        --rows 1 8 --dtypes bfloat16 float32 --draft-lengths 3 7 --schedules throughput --output out.json
+
+Speed. Every batch of prompts is answered by plain `generate()` and by DSpark in every setting, taking turns, in an order
+that rotates with each repeat, so that a machine that warms up or slows down is unfair to nobody. Of each (batch,
+setting) the median over the repeats counts; a line of the table divides all tokens by all those seconds.
+
+Overhead. What a round costs beyond its two forwards is this package's own doing. So the same shapes are measured bare:
+the draft's block with its cache filled, and a plain forward of the target over 1 + l tokens on a filled `DynamicCache`.
+*overhead* is the wall time of all rounds (prefill left out) over the sum of their bare costs, with the rows that were
+still running in each; *ideal* is the speed-up if it were 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _bare import BareCost, bare_cost
+from _common import Batch, environment, make_batches, model_name, print_table, read_prompts, save_json, timed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dspark_hf import DSparkDraftModel, GenerationStats, record_generation
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to generate; `schedule` is `None` for plain generation."""
+
+    schedule: str | None = None
+    draft_length: int = 0
+    threshold: float = 0.0
+
+    @property
+    def name(self) -> str:
+        if self.schedule is None:
+            return "plain"
+        return f"{self.draft_length} drafted" if self.schedule == "constant" else self.schedule
+
+
+@dataclass
+class Measurement:
+    """What one batch in one setting gave.
+
+    Attributes:
+        source (`str`): of the prompts.
+        answers (`list[list[int]]`): new tokens of each row, up to and with the end-of-sequence token.
+        seconds (`list[float]`): wall-clock seconds of each repeat, prefill included.
+        stats (`GenerationStats`, *optional*): of all repeats together; `None` for plain generation.
+    """
+
+    source: str
+    answers: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stats: GenerationStats | None = None
+
+
+class Runner:
+    """Answers batches with one pair in any setting."""
+
+    def __init__(self, args: argparse.Namespace, target: PreTrainedModel, draft: DSparkDraftModel):
+        self.target, self.draft, self.seed = target, draft, args.seed
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+        self.options = {"max_new_tokens": args.max_new_tokens, "do_sample": bool(sampling), **sampling}
+        ends = target.generation_config.eos_token_id
+        self.ends = set(ends if isinstance(ends, list) else [ends])
+
+    def run(self, setting: Setting, batch: Batch, into: Measurement, **overrides: Any) -> None:
+        """Answer `batch` once and add the result to `into`."""
+        torch.manual_seed(self.seed)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **self.options, **overrides}
+        if setting.schedule is not None:
+            config = self.draft.generation_config
+            config.num_assistant_tokens = setting.draft_length
+            config.num_assistant_tokens_schedule = setting.schedule
+            config.assistant_confidence_threshold = setting.threshold
+            inputs["assistant_model"] = self.draft
+        with record_generation() as stats:
+            output, seconds = timed(lambda: self.target.generate(**inputs), self.target.device)
+        answers = output[:, batch.input_ids.shape[1] :].tolist()
+        into.answers = [self.until_end(answer) for answer in answers]
+        into.seconds.append(seconds)
+        if setting.schedule is not None:
+            into.stats = into.stats or GenerationStats()
+            into.stats.add(stats)
+
+    def until_end(self, answer: list[int]) -> list[int]:
+        """`answer` without the padding behind its end-of-sequence token."""
+        end = next((place for place, token in enumerate(answer) if token in self.ends), len(answer))
+        return answer[: end + 1]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
+    parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
+    parser.add_argument(
+        "--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source"
+    )
+    parser.add_argument("--source", nargs="+", default=[], help="only prompts of these sources")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N prompts of each source")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="R", help="batch sizes")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--draft-lengths", nargs="*", type=int, metavar="N", help="constant; default: the block size")
+    parser.add_argument("--schedules", nargs="*", default=[], choices=("confidence", "throughput"))
+    parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence schedule; default: 0.5")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: greedy")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
+    parser.add_argument("--attn-implementation", metavar="NAME")
+    parser.add_argument("--no-bare", action="store_true", help="leave the bare forwards out")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    places = ("target", "draft", "prompts", "output")
+    report: dict[str, Any] = {
+        "benchmark": "generate",
+        "environment": environment(),
+        "target": model_name(args.target),
+        "draft": model_name(args.draft),
+        "prompts": args.prompts.name,
+        "arguments": {name: value for name, value in vars(args).items() if name not in places},
+        "results": [],
+    }
+    for dtype in args.dtypes:
+        target, draft, prompts = load(args, dtype)
+        for rows in args.rows:
+            results = measure(args, target, draft, prompts, rows)
+            report["results"] += [{"dtype": dtype, "rows": rows, **result} for result in results]
+    print_results(report)
+    if args.output is not None:
+        save_json(args.output, report)
+
+
+def load(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, DSparkDraftModel, dict[str, list[list[int]]]]:
+    """Target, draft, and prompts by source."""
+    options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, **options).to(args.device).eval()
+    draft = DSparkDraftModel.from_pretrained(args.draft, dtype=target.dtype).to(args.device).eval()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return target, draft, read_prompts(args.prompts, tokenizer, sources=args.source, limit=args.limit)
+
+
+def settings_of(args: argparse.Namespace, draft: DSparkDraftModel) -> list[Setting]:
+    """Plain generation first, then every DSpark setting asked for."""
+    block = draft.config.num_draft_tokens
+    lengths = [block] if args.draft_lengths is None else args.draft_lengths
+    thresholds = {"confidence": args.threshold, "throughput": 0.0}
+    constant = [Setting("constant", length) for length in lengths]
+    return [Setting(), *constant, *(Setting(name, block, thresholds[name]) for name in args.schedules)]
+
+
+def measure(
+    args: argparse.Namespace,
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    prompts: dict[str, list[list[int]]],
+    rows: int,
+) -> list[dict[str, Any]]:
+    """All settings at one batch size: a result for each setting over all sources, then for each source on its own."""
+    settings = settings_of(args, draft)
+    runner = Runner(args, target, draft)
+    pad = target.generation_config.pad_token_id
+    batches = make_batches(prompts, rows, pad if pad is not None else 0)
+    batches = [batch.to(target.device) for batch in batches]
+
+    # Twice, so that nobody pays for first use: self-check, cost table, allocator, kernels of new shapes.
+    for setting in 2 * settings:
+        runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=min(16, args.max_new_tokens))
+    measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
+    for number, batch in enumerate(batches):
+        for repeat in range(args.repeats):
+            turn = (number + repeat) % len(settings)
+            for setting in settings[turn:] + settings[:turn]:
+                runner.run(setting, batch, measured[setting][number])
+
+    results = []
+    sources = list(dict.fromkeys(batch.source for batch in batches))
+    # Contexts grow during the run; the middle of the answer stands for all of it.
+    length = median(int(row) for batch in batches for row in batch.attention_mask.sum(1))
+    context = int(length) + args.max_new_tokens // 2
+    bare: dict[tuple[int, int], BareCost] = {}
+    for source in [None, *sources] if len(sources) > 1 else [None]:
+        chosen = {s: [m for m in measured[s] if source in (None, m.source)] for s in settings}
+        for setting in settings:
+            result = speed(chosen[setting], chosen[settings[0]])
+            if setting.schedule == "constant" and not args.no_bare:
+                stats = [measurement.stats for measurement in chosen[setting]]
+                result |= overhead(stats, setting.draft_length, context, target, draft, bare)
+            results.append({"source": source or "all", "setting": setting.name, **asdict(setting), **result})
+    return results
+
+
+def speed(measurements: list[Measurement], plain: list[Measurement]) -> dict[str, Any]:
+    """Speed of a setting beside plain generation's, on the same batches."""
+
+    def tokens_per_second(chosen: list[Measurement]) -> float:
+        tokens = sum(len(answer) for measurement in chosen for answer in measurement.answers)
+        return tokens / sum(median(measurement.seconds) for measurement in chosen)
+
+    rate = tokens_per_second(measurements)
+    result: dict[str, Any] = {"tokens_per_second": rate, "speedup": rate / tokens_per_second(plain)}
+    result["seconds"] = [measurement.seconds for measurement in measurements]
+    result["tokens"] = [[len(answer) for answer in measurement.answers] for measurement in measurements]
+    if measurements[0].stats is not None:
+        total = GenerationStats()
+        for measurement in measurements:
+            total.add(measurement.stats)
+        same = [
+            a == b for m, p in zip(measurements, plain, strict=True) for a, b in zip(m.answers, p.answers, strict=True)
+        ]
+        result |= {
+            "path": total.path,
+            "tau": total.tau,
+            "acceptance_by_position": total.acceptance_by_position,
+            "mean_verify_length": total.verified / max(1, sum(len(event.rows) for event in total.round_events)),
+            "identical_rows": sum(same),
+            "compared_rows": len(same),
+            "draft_seconds": total.draft_seconds,
+            "verify_seconds": total.verify_seconds,
+            "other_seconds": total.other_seconds,
+            "prefill_seconds": total.prefill_seconds,
+            "rounds": total.rounds,
+        }
+    return result
+
+
+def overhead(
+    stats: list[GenerationStats],
+    draft_length: int,
+    context: int,
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    bare: dict[tuple[int, int], BareCost],
+) -> dict[str, Any]:
+    """Wall time of the rounds over the sum of their bare forwards; `bare` keeps what was measured already."""
+    rows = Counter(len(event.rows) for one in stats for event in one.round_events)
+    for count in rows:
+        if (count, draft_length) not in bare:
+            shape = {"rows": count, "context": context, "draft_length": draft_length}
+            bare[count, draft_length] = bare_cost(target, draft, **shape)
+    costs = {count: bare[count, draft_length] for count in rows}
+    wall = sum(one.seconds - one.prefill_seconds for one in stats)
+    forwards = sum(times * costs[count].round for count, times in rows.items())
+    committed = sum(len(ids) for one in stats for event in one.round_events for ids in event.committed)
+    # Plain decoding would have taken a step for each token of a row; rows shrink in step with the rounds.
+    steps = sum(times * costs[count].step for count, times in rows.items())
+    tau = committed / sum(times * count for count, times in rows.items())
+    return {
+        "round_seconds": wall / sum(rows.values()),
+        "bare_round_seconds": forwards / sum(rows.values()),
+        "overhead": wall / forwards,
+        "ideal_speedup": tau * steps / forwards,
+        "bare": [asdict(costs[count]) for count in sorted(costs)],
+    }
+
+
+def print_results(report: dict[str, Any]) -> None:
+    """The report as a table."""
+    machine = report["environment"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
+    print(f"\n{report['target']} with {report['draft']}: {where}, torch {machine['torch']}, ", end="")
+    print(f"transformers {machine['transformers']}, commit {machine['commit']}\n")
+    header = (
+        "dtype",
+        "R",
+        "prompts",
+        "setting",
+        "tok/s",
+        "speed",
+        "tau",
+        "verified",
+        "same",
+        "round ms",
+        "overhead",
+        "ideal",
+    )
+    rows = []
+    for result in report["results"]:
+        row = [result["dtype"], str(result["rows"]), result["source"], result["setting"]]
+        row += [f"{result['tokens_per_second']:.1f}", f"{result['speedup']:.2f}"]
+        if "tau" in result:
+            row += [f"{result['tau']:.2f}", f"{result['mean_verify_length']:.1f}"]
+            row += [f"{result['identical_rows']}/{result['compared_rows']}"]
+        if "overhead" in result:
+            row += [
+                f"{1000 * result['round_seconds']:.1f}",
+                f"{result['overhead']:.2f}",
+                f"{result['ideal_speedup']:.2f}",
+            ]
+        rows.append(row + [""] * (len(header) - len(row)))
+    print_table(header, rows)
+
+
+if __name__ == "__main__":
+    main()
