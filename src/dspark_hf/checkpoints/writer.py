@@ -1,0 +1,160 @@
+"""Writing drafts: this package's own layout, and the DeepSpec layout that other engines serve.
+
+Own saves keep DeepSpec's tensor names, with a `config.json` of `model_type` "dspark" in which every field is explicit.
+Where a draft can be expressed in it, `write_deepspec` writes DeepSpec's `config.json` as well.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..configuration_dspark import DSparkConfig, validate_generation_config
+from .files import SINGLE_FILE
+
+
+if TYPE_CHECKING:
+    from ..modeling_dspark import DSparkDraftModel
+
+
+def write_native(
+    draft: "DSparkDraftModel", folder: str | os.PathLike, *, state_dict: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Writes `config.json`, `generation_config.json` and `model.safetensors`.
+
+    Args:
+        draft (`DSparkDraftModel`): the draft.
+        folder (`str` or `os.PathLike`): created if needed; may be the one the draft was loaded from.
+        state_dict (`dict`, *optional*): tensors to write in place of the draft's own.
+
+    Raises:
+        ValueError: when the draft's generation settings are invalid.
+    """
+    validate_generation_config(draft.generation_config, draft.config)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    draft.config.architectures = [type(draft).__name__]
+    draft.config.dtype = draft.dtype
+    draft.config.save_pretrained(folder)
+    draft.generation_config.save_pretrained(folder)
+    _write_weights(draft.state_dict() if state_dict is None else state_dict, folder)
+
+
+def write_deepspec(draft: "DSparkDraftModel", folder: str | os.PathLike) -> None:
+    """Writes a draft in the official DeepSpec layout.
+
+    Raises:
+        ValueError: when the draft has something that layout cannot express.
+    """
+    config = deepspec_config(draft.config)
+    config["dtype"] = str(draft.dtype).removeprefix("torch.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "config.json", "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2, sort_keys=True)
+        file.write("\n")
+    _write_weights(draft.state_dict(), folder)
+
+
+def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
+    """`config.json` of the DeepSpec layout.
+
+    Raises:
+        ValueError: naming the fields the layout cannot express.
+    """
+    obstacles = {
+        "a reduced `draft_vocab_size`": config.has_reduced_vocabulary,
+        "`sample_from_anchor` false": not config.sample_from_anchor,
+        "sliding layers": "sliding_attention" in config.layer_types,
+        "no query/key norms": not config.qk_norm,
+        "`confidence_calibration`": config.confidence_calibration is not None,
+        "no stored embedding or head": not (config.stores_embedding and config.stores_head),
+    }
+    if any(obstacles.values()):
+        listing = ", ".join(name for name, present in obstacles.items() if present)
+        raise ValueError(f"The DeepSpec layout cannot express: {listing}.")
+    fields: dict[str, Any] = {
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "bos_token_id": config.bos_token_id,
+        "enable_confidence_head": config.enable_confidence_head,
+        "eos_token_id": config.eos_token_id,
+        "hidden_size": config.hidden_size,
+        "initializer_range": config.initializer_range,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": list(config.layer_types),
+        "markov_rank": config.markov_rank,
+        "mask_token_id": config.mask_token_id,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_target_layers": config.num_target_layers,
+        "pad_token_id": config.pad_token_id,
+        "rms_norm_eps": config.rms_norm_eps,
+        "sample_from_anchor": True,
+        "target_layer_ids": list(config.target_layer_ids),
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+    if config.markov_rank:
+        fields["markov_head_type"] = config.markov_head_type
+    if config.enable_confidence_head:
+        fields["confidence_head_with_markov"] = config.confidence_head_with_markov
+    return fields | (_gemma4_keys(config) if config.backbone == "gemma4" else _qwen3_keys(config))
+
+
+def _qwen3_keys(config: DSparkConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "num_key_value_heads": config.num_key_value_heads,
+        "rope_parameters": dict(config.rope_parameters),
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+
+
+def _gemma4_keys(config: DSparkConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Gemma4DSparkModel"],
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": config.k_eq_v,
+        "enable_moe_block": False,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "global_head_dim": config.head_dim,
+        "head_dim": config.head_dim,
+        "hidden_activation": config.hidden_act,
+        "hidden_size_per_layer_input": 0,
+        "num_global_key_value_heads": config.num_key_value_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {"full_attention": dict(config.rope_parameters)},
+    }
+
+
+def _write_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state_dict.items():
+        tensor = tensor.detach().contiguous()
+        # Embedding and head may both point to a tied target's tensor; the format wants separate ones.
+        address = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    # The draft may be memory-mapped from the very file that is replaced: write beside it, then rename.
+    temporary = folder / f".{SINGLE_FILE}.{os.getpid()}"
+    try:
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, folder / SINGLE_FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+__all__ = ["deepspec_config", "write_deepspec", "write_native"]

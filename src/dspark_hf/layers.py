@@ -1,0 +1,232 @@
+"""Decoder layers of the draft: Qwen 3 style (also Llama-like) and Gemma 4 style.
+
+What sets a draft layer apart from an ordinary decoder layer is its attention (arXiv 2607.05147, eq. 2 and 3): queries
+come from the block only, while keys and values come from the block *and* from the context, which is the target's tapped
+hidden states projected once for all layers. The context stream is never updated by the layers, so each layer merely
+applies its own key and value projections to it, and those keys and values can be cached for good.
+
+Inside the block attention is bidirectional. Sliding layers see `sliding_window` context tokens before the anchor, and
+are causal inside the block unless the configuration says otherwise.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .configuration_dspark import DSparkConfig
+
+
+class DSparkRMSNorm(nn.Module):
+    """RMS norm in float32. Qwen 3 rounds to the input's dtype before the weight, Gemma 4 after it.
+
+    Args:
+        size (`int`): width of the last axis.
+        config (`DSparkConfig`): for `rms_norm_eps` and `backbone`.
+        with_weight (`bool`): False for Gemma 4's value norm.
+    """
+
+    def __init__(self, size: int, config: DSparkConfig, with_weight: bool = True):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.weight_in_float = config.backbone == "gemma4"
+        self.weight = nn.Parameter(torch.ones(size)) if with_weight else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalises the last axis of `hidden` [..., size]."""
+        normed = hidden.float()
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight is None:
+            return normed.to(hidden.dtype)
+        if self.weight_in_float:
+            return (normed * self.weight.float()).to(hidden.dtype)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class DSparkRotaryEmbedding(nn.Module):
+    """Cosines and sines for position ids, from Transformers' own rope parameters.
+
+    Args:
+        config (`DSparkConfig`): `rope_parameters`, `head_dim`.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        rope_type = config.rope_parameters.get("rope_type", "default")
+        # Frequencies are not weights: computed here for real even when the model is created on the meta device, and no
+        # buffer, so that casting the model to half precision leaves them in float32.
+        with torch.device("cpu"):
+            if rope_type == "default":
+                exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+                inv_freq, self.scaling = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+            else:
+                inv_freq, self.scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        self._inv_freq = {torch.device("cpu"): inv_freq}
+
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [..., D] in `dtype` for `position_ids` [...]."""
+        device = position_ids.device
+        if device not in self._inv_freq:
+            self._inv_freq[device] = self._inv_freq[torch.device("cpu")].to(device)
+        angles = position_ids[..., None].float() * self._inv_freq[device]
+        angles = torch.cat([angles, angles], dim=-1)
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, half-split form: `states` [..., heads, D] with cos, sin [..., D]."""
+    first, second = states.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return states * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
+
+
+class DSparkAttention(nn.Module):
+    """Attention of block queries over context and block.
+
+    Args:
+        config (`DSparkConfig`): head counts, biases, norms.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.kv_heads = config.num_key_value_heads
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        # Gemma 4 folds the scale into its query norm.
+        self.scale = 1.0 if config.backbone == "gemma4" else config.head_dim**-0.5
+        hidden, bias = config.hidden_size, config.attention_bias
+        query_width, kv_width = config.num_attention_heads * config.head_dim, self.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, query_width, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.v_proj = None if config.k_eq_v else nn.Linear(hidden, kv_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, hidden, bias=config.attention_output_bias)
+        self.q_norm = DSparkRMSNorm(config.head_dim, config) if config.qk_norm else None
+        self.k_norm = DSparkRMSNorm(config.head_dim, config) if config.qk_norm else None
+        self.v_norm = DSparkRMSNorm(config.head_dim, config, with_weight=False) if config.v_norm else None
+
+    def project_kv(
+        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (normed, rotated) and values, both [..., H_kv, D], of `states` [..., H]; cos, sin [..., D]."""
+        shape = (*states.shape[:-1], self.kv_heads, self.head_dim)
+        keys = self.k_proj(states).view(shape)
+        values = keys if self.v_proj is None else self.v_proj(states).view(shape)
+        if self.k_norm is not None:
+            keys = self.k_norm(keys)
+        if self.v_norm is not None:
+            values = self.v_norm(values)
+        return rotate(keys, cos, sin), values
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attends from the block to context and block.
+
+        Args:
+            states (`torch.Tensor` [R, K, H]): the block.
+            keys, values (`torch.Tensor` [R, S, H_kv, D]): context and block.
+            cos, sin (`torch.Tensor` [R, K, D]): for the block.
+            mask (`torch.Tensor`, *optional*): bool, True = visible, [R, 1, 1, S] or [R, 1, groups·K, S].
+
+        Returns:
+            [R, K, H].
+        """
+        rows, slots = states.shape[:2]
+        queries = self.q_proj(states).view(rows, slots, -1, self.head_dim)
+        if self.q_norm is not None:
+            queries = self.q_norm(queries)
+        queries = rotate(queries, cos, sin)
+        # The query heads that share a KV head become further queries of it, so K and V are read once, not repeated.
+        queries = queries.view(rows, slots, self.kv_heads, self.groups, self.head_dim).permute(0, 2, 3, 1, 4)
+        queries = queries.reshape(rows, self.kv_heads, self.groups * slots, self.head_dim)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=self.scale
+        )
+        mixed = mixed.view(rows, self.kv_heads, self.groups, slots, self.head_dim).permute(0, 3, 1, 2, 4)
+        return self.o_proj(mixed.reshape(rows, slots, -1))
+
+
+class DSparkMLP(nn.Module):
+    """Gated MLP.
+
+    Args:
+        config (`DSparkConfig`): widths, activation, bias.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., H] to [..., H]."""
+        return self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Qwen3DraftLayer(nn.Module):
+    """Pre-norm layer: norm, attention, add; norm, MLP, add."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.self_attn = DSparkAttention(config)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config)
+
+    def forward(self, hidden: torch.Tensor, cos, sin, mask, join) -> torch.Tensor:
+        """One layer over the block `hidden` [R, K, H].
+
+        `join(keys, values)` puts the block's keys and values [R, K, H_kv, D] behind the context's and returns both as
+        [R, S, H_kv, D]; the other arguments are those of `DSparkAttention`.
+        """
+        states = self.input_layernorm(hidden)
+        keys, values = join(*self.self_attn.project_kv(states, cos, sin))
+        hidden = hidden + self.self_attn(states, keys, values, cos, sin, mask)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Gemma4DraftLayer(nn.Module):
+    """Gemma 4 layer: norms before and after both parts, then a stored scalar on the result."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.self_attn = DSparkAttention(config)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = DSparkRMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config)
+        self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config)
+        self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(self, hidden: torch.Tensor, cos, sin, mask, join) -> torch.Tensor:
+        """As `Qwen3DraftLayer.forward`."""
+        states = self.input_layernorm(hidden)
+        keys, values = join(*self.self_attn.project_kv(states, cos, sin))
+        mixed = self.self_attn(states, keys, values, cos, sin, mask)
+        hidden = hidden + self.post_attention_layernorm(mixed)
+        mixed = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return (hidden + self.post_feedforward_layernorm(mixed)) * self.layer_scalar
+
+
+DRAFT_LAYERS = {"qwen3": Qwen3DraftLayer, "gemma4": Gemma4DraftLayer}
+
+__all__ = [
+    "DRAFT_LAYERS",
+    "DSparkAttention",
+    "DSparkMLP",
+    "DSparkRMSNorm",
+    "DSparkRotaryEmbedding",
+    "Gemma4DraftLayer",
+    "Qwen3DraftLayer",
+    "rotate",
+]

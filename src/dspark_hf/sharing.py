@@ -1,0 +1,143 @@
+"""What a draft borrows from its target, and whether the two fit together.
+
+A draft is trained with the target's token embedding and output head frozen (arXiv 2607.05147, section 3.3), so a
+checkpoint may leave both out, or store copies of them. Borrowed weights are handed to each call and never kept on the
+draft: one draft may serve two targets in two threads. Stored copies that turn out to be equal to the target's are
+re-pointed to the target's memory, so a large vocabulary is not held twice.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from .configuration_dspark import DSparkConfig
+
+
+if TYPE_CHECKING:
+    from .modeling_dspark import DSparkDraftModel
+
+# Vocabularies are padded to round sizes; a larger surplus means another tokenizer.
+MAX_VOCABULARY_PADDING = 1024
+
+# Which targets a draft's stored copies were already compared with. Outside the modules, so that neither deepcopy nor
+# pickle of a draft reaches a target through it.
+_compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Embedding and head a draft uses for one call.
+
+    Attributes:
+        embedding (`torch.Tensor` [V, H]): raw (unscaled) token embeddings; may have padding rows behind V.
+        head (`nn.Module`, *optional*): maps [..., H] to logits [..., V_draft or more].
+    """
+
+    embedding: torch.Tensor
+    head: nn.Module | None
+
+
+def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> SharedWeights:
+    """The draft's own embedding and head where its checkpoint stores them, the target's otherwise.
+
+    Raises:
+        ValueError: when something has to be borrowed and the target has none that fits.
+    """
+    config = draft.config
+    embedding_module, head = target.get_input_embeddings(), target.get_output_embeddings()
+    embedding = getattr(embedding_module, "weight", None)
+    if draft.embed_tokens is not None:
+        _share_storage(draft, target, "embed_tokens", embedding)
+        embedding = draft.embed_tokens.weight
+    else:
+        _check_borrowed("input embedding", embedding, config)
+    if draft.lm_head is not None:
+        _share_storage(draft, target, "lm_head", getattr(head, "weight", None))
+        head = draft.lm_head
+    else:
+        if head is None:
+            raise ValueError(
+                f"The draft stores no `lm_head` and {type(target).__name__} has no output embedding to borrow; load "
+                "the target with its language-model head (AutoModelForCausalLM)."
+            )
+        # Quantised heads pack their weight; only a plain one can be checked.
+        weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+            _check_borrowed("output head", weight, config)
+    return SharedWeights(embedding=embedding, head=head)
+
+
+def _check_borrowed(what: str, weight: torch.Tensor | None, config: DSparkConfig) -> None:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"The draft has to borrow the target's {what}, but that has no plain [V, H] weight.")
+    if weight.is_meta:
+        raise ValueError(f"The draft has to borrow the target's {what}, but that is offloaded; keep it on a device.")
+    if weight.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"The draft has to borrow the target's {what}, but its width {weight.shape[1]} differs from the draft's "
+            f"`hidden_size` {config.hidden_size}."
+        )
+    if weight.shape[0] < config.vocab_size:
+        raise ValueError(
+            f"The draft has to borrow the target's {what}, but its {weight.shape[0]} rows are fewer than the draft's "
+            f"`vocab_size` {config.vocab_size}."
+        )
+
+
+def _share_storage(draft: "DSparkDraftModel", target: nn.Module, name: str, weight: torch.Tensor | None) -> None:
+    """Re-points the draft's stored copy to the target's memory when both are equal; compares once per target."""
+    own = getattr(draft, name).weight
+    if draft.training or not isinstance(weight, torch.Tensor) or own.data_ptr() == weight.data_ptr():
+        return
+    if own.shape != weight.shape or own.dtype != weight.dtype or own.device != weight.device:
+        return
+    seen = _compared.setdefault(draft, {}).setdefault(name, weakref.WeakSet())
+    if target in seen:
+        return
+    seen.add(target)
+    if torch.equal(own, weight):
+        shared = nn.Parameter(weight.detach(), requires_grad=own.requires_grad)
+        getattr(draft, name).weight = shared
+
+
+def validate_target(draft: "DSparkDraftModel", target: nn.Module) -> None:
+    """Checks that `target` is a model this draft can draft for.
+
+    Raises:
+        ValueError: naming the fields that disagree.
+    """
+    config = draft.config
+    if type(target) is type(draft):
+        raise ValueError(
+            "The target is itself a DSpark draft; call `generate` on the target model and pass the draft as "
+            "`assistant_model`."
+        )
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
+    text_config = target.config.get_text_config(decoder=True)
+    if text_config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"The target's `hidden_size` is {text_config.hidden_size}, but the draft was made for "
+            f"`target_hidden_size` {config.target_hidden_size}."
+        )
+    depth, taps = text_config.num_hidden_layers, config.target_layer_ids
+    if taps[-1] >= depth:
+        raise ValueError(f"The draft's `target_layer_ids` {taps} reach outside the target's {depth} layers.")
+    if config.num_target_layers is not None and config.num_target_layers != depth:
+        raise ValueError(
+            f"The target has {depth} layers, but the draft was made for `num_target_layers` "
+            f"{config.num_target_layers}."
+        )
+    embedding = getattr(target.get_input_embeddings(), "weight", None)
+    rows = embedding.shape[0] if isinstance(embedding, torch.Tensor) and embedding.dim() == 2 else None
+    rows = text_config.vocab_size if rows is None else rows
+    if not config.vocab_size <= rows <= config.vocab_size + MAX_VOCABULARY_PADDING:
+        raise ValueError(
+            f"The target's vocabulary has {rows} rows, but the draft was made for `vocab_size` {config.vocab_size}."
+        )
+
+
+__all__ = ["SharedWeights", "resolve_shared_weights", "validate_target"]
