@@ -114,9 +114,9 @@ class PlantedDraft(DSparkDraftModel):
         self.contexts = []
         return self
 
-    def extend_context(self, context_hidden, position_ids, *args, **kwargs):
-        self.contexts.append((context_hidden.detach().clone(), position_ids.detach().clone(), args, kwargs))
-        return super().extend_context(context_hidden, position_ids, *args, **kwargs)
+    def extend_context(self, context_hidden, position_ids, cache, rows, slots, **kwargs):
+        self.contexts.append((context_hidden.clone(), position_ids.clone(), cache.rows[rows], slots.clone()))
+        return super().extend_context(context_hidden, position_ids, cache, rows, slots, **kwargs)
 
     def draft_block(
         self, context_hidden, anchor_ids, position_ids, cache=None, sampler=None, num_tokens=None, **kwargs

@@ -50,7 +50,7 @@ def verify_lengths_by_row(stats, num_rows: int) -> list[list[int]]:
     """Draft tokens submitted for verification per row and round in which the row ran."""
     by_row = [[] for _ in range(num_rows)]
     for event in stats.round_events:
-        for row, length in zip(event.rows, event.verify_length, strict=True):
+        for row, length in zip(event.rows, event.verify_lengths, strict=True):
             by_row[row].append(length)
     return by_row
 

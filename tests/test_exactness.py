@@ -187,7 +187,7 @@ def test_one_forward_of_each_model_per_round(attn):
     assert len(draft.calls) in (stats.rounds - 1, stats.rounds)  # nothing to draft when one token is left
     assert len(counter.shapes) == stats.rounds + 1
     for shape, event in zip(counter.shapes[1:], stats.round_events, strict=True):
-        widths = [1 + length for length in event.verify_length]
+        widths = [1 + length for length in event.verify_lengths]
         want = (1, sum(widths)) if stats.path == "packed" else (len(widths), max(widths))
         assert shape == want
 

@@ -1,0 +1,295 @@
+"""Sampled output follows the target's distribution exactly (cases 8 to 11).
+
+A target of eight tokens allows exact enumeration: 20,000 samples of each setting, taken as rows of large batches, against
+the enumerated joint distribution of the first three tokens and of the two behind them. The drafts are random but real,
+and with eight tokens they accept often. Biased runs, made on purpose, must fail the same checks.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributions import check_distribution, exact_joint, histogram, total_variation
+from planted import draft_config, random_draft
+from running import assisted, new_tokens
+from targets import build
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+import dspark_hf.sampling
+from dspark_hf import DSparkDraftModel
+
+
+pytestmark = pytest.mark.exactness
+
+VOCAB = 8
+PROMPT = [3, 5, 1, 6]
+ROWS = 2000
+SAMPLES = 20_000
+LENGTH = 5
+WARPED = {"temperature": 0.7, "top_k": 3, "top_p": 0.9}
+PLAIN = {"temperature": 0.7, "top_k": 0}
+SETTINGS = {
+    "temperature": PLAIN,
+    "warped": WARPED,
+    "min_p": {"temperature": 1.0, "top_k": 0, "min_p": 0.1},
+    "typical_p": {"temperature": 0.9, "top_k": 0, "typical_p": 0.8},
+    "hot": {"temperature": 1.5, "top_k": 3},
+}
+
+
+class Rigged(DSparkDraftModel):
+    """A real draft whose confidences are computed by `confidence(previous [R, K], tokens [R, K]) -> [R, K]`."""
+
+    confidence = None
+
+    def draft_block(self, context_hidden, anchor_ids, position_ids, **kwargs):
+        block = super().draft_block(context_hidden, anchor_ids, position_ids, **kwargs)
+        previous = torch.cat([anchor_ids[:, None], block.tokens[:, :-1]], dim=1)
+        block.confidence_logits = torch.logit(self.confidence(previous, block.tokens), eps=1e-6)
+        return block
+
+
+def small_target(seed: int = 2):
+    return build("qwen3", "sdpa", seed=seed, vocab_size=VOCAB)
+
+
+def processors(temperature=1.0, top_k=0, top_p=1.0, min_p=None, typical_p=None) -> LogitsProcessorList:
+    """The warpers in the order in which generate() applies them."""
+    chain = [TemperatureLogitsWarper(temperature)]
+    chain += [TopKLogitsWarper(top_k)] if top_k else []
+    chain += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    chain += [MinPLogitsWarper(min_p)] if min_p else []
+    chain += [TypicalLogitsWarper(typical_p)] if typical_p else []
+    return LogitsProcessorList(chain)
+
+
+def sample(target, draft, settings, seed: int = 0, samples: int = SAMPLES, rows: int = ROWS):
+    """Samples [N, LENGTH] and the statistics of the last batch."""
+    torch.manual_seed(seed)
+    batches = []
+    for _ in range(samples // rows):
+        output = assisted(target, draft, [PROMPT] * rows, max_new_tokens=LENGTH, do_sample=True, **settings)
+        batches.append(output.sequences[:, len(PROMPT) :])
+    return torch.cat(batches), output.dspark_stats
+
+
+def check_windows(target, samples, settings) -> None:
+    """The first three tokens, and the two behind them with the first ones summed out."""
+    joint = exact_joint(target, PROMPT, LENGTH, processors(**settings))
+    check_distribution(samples[:, :3], joint.sum(dim=(3, 4)))
+    check_distribution(samples[:, 3:], joint.sum(dim=(0, 1, 2)))
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_sampling_is_exact(setting, head):
+    """Case 8."""
+    if head is not None and head != "vanilla" and setting != "warped":
+        pytest.skip("the other heads are tested with one setting")
+    target = small_target()
+    samples, stats = sample(target, random_draft(target, head), SETTINGS[setting], seed=1)
+    assert stats.accepted > 0.2 * stats.drafted
+    check_windows(target, samples, SETTINGS[setting])
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.7, 0.95])
+def test_exact_with_confidence_cuts(threshold):
+    """Case 9: thresholds on the draft's own (random) confidence head, spread so that cuts happen at every slot."""
+    target = small_target()
+    draft = random_draft(target, scale=0.3)
+    draft.generation_config.num_assistant_tokens_schedule = "confidence"
+    draft.generation_config.assistant_confidence_threshold = threshold
+    samples, stats = sample(target, draft, WARPED, seed=2)
+    lengths = {length for event in stats.round_events for length in event.verify_lengths}
+    assert len(lengths) >= 3, lengths
+    check_windows(target, samples, WARPED)
+
+
+def test_exact_with_the_scheduler():
+    """Case 9: Algorithm 1 decides the verify lengths of all rows together."""
+    target = small_target()
+    draft = random_draft(target, scale=0.3)
+    draft.generation_config.num_assistant_tokens_schedule = "throughput"
+    samples, stats = sample(target, draft, WARPED, seed=3)
+    check_windows(target, samples, WARPED)
+
+
+def rigged_draft(target, confidence, seed: int = 0) -> Rigged:
+    draft = Rigged(draft_config(target))
+    draft.load_state_dict(random_draft(target, seed=seed).state_dict())
+    draft.confidence = confidence
+    draft.generation_config.num_assistant_tokens_schedule = "confidence"
+    draft.generation_config.assistant_confidence_threshold = 0.5
+    return draft.eval()
+
+
+@pytest.mark.parametrize("token", range(0, VOCAB, 2))
+def test_exact_when_confidence_follows_one_token(token):
+    """Case 9: confidence high only after one token id. It may look at the tokens before the slot it decides."""
+    target = small_target()
+    draft = rigged_draft(target, lambda previous, tokens: torch.where(previous == token, 0.9, 0.1))
+    samples, _ = sample(target, draft, WARPED, seed=4)
+    check_windows(target, samples, WARPED)
+
+
+def test_a_confidence_that_looks_at_its_own_token_is_noticed():
+    """The twin of the test above with the forbidden dependency: the output is biased, and the check must say so."""
+    target = small_target()
+    joint = exact_joint(target, PROMPT, 2, processors(**WARPED))
+    second = joint.sum(dim=0)
+    token = second.argmax().item()
+    draft = rigged_draft(target, lambda previous, tokens: torch.where(tokens == token, 0.1, 0.9))
+    samples, _ = sample(target, draft, WARPED, seed=5)
+    with pytest.raises(AssertionError):
+        check_windows(target, samples, WARPED)
+
+
+@pytest.mark.parametrize("where", ["acceptance", "residual"])
+def test_a_bias_of_three_percent_is_noticed(where, monkeypatch):
+    """The sampling tests must be able to fail: 0.03 too much acceptance, or 0.03 of the residual mass moved."""
+    target = small_target()
+    if where == "acceptance":
+        exact_rule = dspark_hf.sampling.accept_sampled
+        monkeypatch_everywhere(
+            monkeypatch, "accept_sampled", lambda p, q, u, lengths: exact_rule(p + 0.03 * q.clamp_min(0), q, u, lengths)
+        )
+    else:
+        exact_rule = dspark_hf.sampling.residual_weights
+
+        def biased(p, q, rejected):
+            weights = exact_rule(p, q, rejected)
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+            moved = torch.minimum(weights, torch.full_like(weights, 0.03))
+            top = weights.argmax(dim=-1, keepdim=True)
+            weights = weights - moved
+            return weights.scatter_add(1, top, moved.sum(dim=-1, keepdim=True))
+
+        monkeypatch_everywhere(monkeypatch, "residual_weights", biased)
+    samples, _ = sample(target, random_draft(target), PLAIN, seed=1)
+    with pytest.raises(AssertionError):
+        check_windows(target, samples, PLAIN)
+
+
+def monkeypatch_everywhere(monkeypatch, name: str, replacement) -> None:
+    """Replaces a function of `dspark_hf.sampling` in every module that imported it by name."""
+    import sys
+
+    original = getattr(dspark_hf.sampling, name)
+    modules = [m for n, m in sys.modules.items() if n.startswith("dspark_hf") and getattr(m, name, None) is original]
+    for module in modules:
+        monkeypatch.setattr(module, name, replacement)
+
+
+def test_a_planted_bias_fails_the_check_itself():
+    """The statistics alone: 20,000 samples of a distribution that differs by 0.03 in one cell."""
+    target = small_target()
+    exact = exact_joint(target, PROMPT, 3, processors(**WARPED))
+    biased = exact.flatten().clone()
+    order = biased.argsort(descending=True)
+    biased[order[0]] -= 0.03
+    biased[order[1]] += 0.03
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.multinomial(biased, SAMPLES, replacement=True, generator=generator)
+    fair = torch.multinomial(exact.flatten(), SAMPLES, replacement=True, generator=generator)
+    unravel = lambda flat: torch.stack([flat // VOCAB**2, flat // VOCAB % VOCAB, flat % VOCAB], dim=1)  # noqa: E731
+    check_distribution(unravel(fair), exact)
+    with pytest.raises(AssertionError):
+        check_distribution(unravel(cells), exact)
+
+
+def test_tiny_temperature_equals_greedy():
+    """Case 11."""
+    target = build("qwen3", "sdpa")
+    rows = [[7, 30, 4], [12, 55, 31, 8, 60], [9]]
+    greedy = assisted(target, random_draft(target), rows, max_new_tokens=24, do_sample=False)
+    cold = assisted(target, random_draft(target), rows, max_new_tokens=24, do_sample=True, temperature=1e-6, top_k=0)
+    assert new_tokens(cold, rows) == new_tokens(greedy, rows)
+
+
+def test_seeds():
+    """Same seed, same output; another seed, another output; the global generator is what decides."""
+    target = small_target()
+    draft = random_draft(target)
+    runs = []
+    for seed in (11, 11, 12):
+        torch.manual_seed(seed)
+        runs.append(assisted(target, draft, [PROMPT] * 16, max_new_tokens=20, do_sample=True).sequences)
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_rows_are_independent():
+    """Neighbouring rows of one batch: the joint distribution of their second tokens is the product."""
+    target = small_target()
+    samples, _ = sample(target, random_draft(target), WARPED, seed=6)
+    joint = exact_joint(target, PROMPT, 2, processors(**WARPED))
+    second = joint.sum(dim=0)
+    pairs = torch.stack([samples[0::2, 1], samples[1::2, 1]], dim=1)
+    check_distribution(pairs, second[:, None] * second[None, :], distance=0.04)
+
+
+def test_num_return_sequences_samples_each_copy():
+    target = small_target()
+    torch.manual_seed(7)
+    batches = [
+        assisted(
+            target, random_draft(target), [PROMPT], max_new_tokens=3, do_sample=True, num_return_sequences=2000, **WARPED
+        ).sequences
+        for _ in range(5)
+    ]
+    samples = torch.cat(batches)[:, len(PROMPT) :]
+    exact = exact_joint(target, PROMPT, 3, processors(**WARPED))
+    check_distribution(samples, exact, distance=0.04)
+    assert total_variation(histogram(samples, VOCAB), exact) > 0  # they are not all one sample
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_q_is_what_the_token_was_drawn_from(head, monkeypatch):
+    """Case 10: the q that acceptance reads, recomputed from the recorded predecessors."""
+    target = small_target()
+    draft = random_draft(target, head)
+    blocks, states, read = [], [], []
+    draft_block, base_logits = DSparkDraftModel.draft_block, DSparkDraftModel.compute_base_logits
+    exact_rule = dspark_hf.sampling.accept_sampled
+
+    def recording_block(self, context_hidden, anchor_ids, position_ids, **kwargs):
+        block = draft_block(self, context_hidden, anchor_ids, position_ids, **kwargs)
+        blocks.append((anchor_ids.clone(), block))
+        return block
+
+    def recording_logits(self, hidden, shared=None):
+        logits = base_logits(self, hidden, shared)
+        states.append((hidden.clone(), logits.clone()))  # the bias is added in place
+        return logits
+
+    def recording_rule(p, q, uniforms, lengths):
+        read.append((q.clone(), lengths.clone()))
+        return exact_rule(p, q, uniforms, lengths)
+
+    monkeypatch.setattr(DSparkDraftModel, "draft_block", recording_block)
+    monkeypatch.setattr(DSparkDraftModel, "compute_base_logits", recording_logits)
+    monkeypatch_everywhere(monkeypatch, "accept_sampled", recording_rule)
+    torch.manual_seed(8)
+    assisted(target, draft, [PROMPT] * 64, max_new_tokens=40, do_sample=True, **WARPED)
+
+    warp = processors(**WARPED)
+    compared = 0
+    # No row ends in the first four rounds: 40 tokens do not fit into four blocks of eight.
+    for (anchors, block), (hidden, base), (q, lengths) in list(zip(blocks, states, read, strict=False))[:4]:
+        previous = torch.cat([anchors[:, None], block.tokens[:, :-1]], dim=1)
+        logits = base + draft.markov_head.bias_teacher_forced(previous, hidden)
+        torch.testing.assert_close(block.logits, logits, atol=1e-5, rtol=0)
+        probabilities = warp(None, logits.reshape(-1, VOCAB)).softmax(dim=-1).reshape(logits.shape)
+        recomputed = probabilities.gather(2, block.tokens[..., None]).squeeze(2)
+        assert (recomputed > 0).all()
+        seen = torch.arange(q.shape[1]) < lengths[:, None]
+        torch.testing.assert_close(q[seen], recomputed[:, : q.shape[1]][seen], atol=1e-6, rtol=0)
+        compared += seen.sum().item()
+    assert compared == 4 * 64 * 7
