@@ -3,14 +3,14 @@
     python benchmarks/generate.py --target TARGET --draft DRAFT --prompts prompts.jsonl --source gsm8k mbpp \
         --rows 1 8 --dtypes bfloat16 float32 --draft-lengths 3 7 --schedules throughput --output out.json
 
-Speed. Every batch of prompts is answered by plain `generate()` and by DSpark in every setting, taking turns, in an order
-that rotates with each repeat, so that a machine that warms up or slows down is unfair to nobody. Of each (batch,
+Speed. Every batch of prompts is answered by plain `generate()` and by DSpark in every setting, taking turns, in an
+order that rotates with each repeat, so that a machine that warms up or slows down is unfair to nobody. Of each (batch,
 setting) the median over the repeats counts; a line of the table divides all tokens by all those seconds.
 
 Overhead. What a round costs beyond its two forwards is this package's own doing. So the same shapes are measured bare:
-the draft's block with its cache filled, and a plain forward of the target over 1 + l tokens on a filled `DynamicCache`.
+the draft's block with its cache filled, and a plain forward of the target over 1 + l tokens on a filled cache.
 *overhead* is the wall time of all rounds (prefill left out) over the sum of their bare costs, with the rows that were
-still running in each; *ideal* is the speed-up if it were 1.
+still running in each; *ideal* is the speed-up over plain decoding if it were 1.
 """
 
 from __future__ import annotations
