@@ -1,0 +1,159 @@
+"""The draft's side of a call: its context, its blocks, and the distributions its tokens were drawn from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..sampling import draw
+
+
+@dataclass
+class DraftRound:
+    """
+    A drafted block of R rows.
+
+    Attributes:
+        tokens (`torch.LongTensor` of shape `(R, K)`): Target ids.
+        confidence (`torch.Tensor` of shape `(R, K)`, *optional*): Conditional acceptance probabilities (eq. 7).
+        q (`torch.Tensor` of shape `(R, K, V_draft)`, *optional*): The distribution each token was drawn from.
+        q_drawn (`torch.Tensor` of shape `(R, K)`, *optional*): Its value at the drawn token.
+    """
+
+    tokens: torch.Tensor
+    confidence: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+    q_drawn: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DraftRound":
+        """The same round with every tensor passed through `function`."""
+        parts = (self.tokens, self.confidence, self.q, self.q_drawn)
+        return DraftRound(*(None if part is None else function(part) for part in parts))
+
+
+class BlockSampler:
+    """Draws each slot from softmax(warp(logits)) and keeps that distribution: it is q, exactly."""
+
+    def __init__(self, warp: Callable[[torch.Tensor], torch.Tensor]):
+        self.warp = warp
+        self.q: list[torch.Tensor] = []
+        self.q_drawn: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, slot: int) -> torch.Tensor:
+        q = self.warp(logits.float()).softmax(dim=-1)
+        ids = draw(q)
+        self.q.append(q)
+        self.q_drawn.append(q.gather(-1, ids[:, None]).squeeze(-1))
+        return ids
+
+
+class Drafter:
+    """
+    Feeds the draft with the target's hidden states and lets it propose blocks.
+
+    Args:
+        draft (`DSparkDraftModel`): The draft; never modified.
+        shared: What the draft borrows from the target.
+        rows (`int`): Rows R at the start.
+        capacity (`int`): Context slots to allocate at first.
+        warp (`Callable`, *optional*): Position-wise warpers of the call; None drafts greedily.
+    """
+
+    def __init__(self, draft, shared, rows: int, capacity: int, warp: Callable | None):
+        self.draft, self.shared, self.warp = draft, shared, warp
+        self.device = draft.fc.weight.device
+        self.cache = draft.new_cache(rows, slots=capacity)
+        self.target_ids = draft.draft_to_target
+        self.first_position = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.longest = 0  # host upper bound of the context lengths
+
+    def read_prompt(self, padding: torch.Tensor | None, start: int) -> Callable[[torch.Tensor], None]:
+        """
+        A sink for the prompt's hidden states, chunk by chunk.
+
+        Args:
+            padding (`torch.BoolTensor` of shape `(R, P)`, *optional*): False where the prompt is padded.
+            start (`int`): Column of the first new token: what an earlier turn cached comes before it and has no
+                hidden states left.
+        """
+        rows = self.cache.num_rows
+        column = start
+        if padding is not None:
+            order = padding.to(self.device).long().cumsum(-1) - 1  # number of real tokens before each column
+            if start:
+                self.first_position = order[:, start - 1] + 1
+        elif start:
+            self.first_position = self.first_position + start
+
+        def sink(states: torch.Tensor) -> None:
+            nonlocal column
+            width = states.shape[1]
+            if padding is None:
+                row = torch.arange(rows, device=self.device).repeat_interleave(width)
+                slot = torch.arange(column - start, column - start + width, device=self.device).repeat(rows)
+                flat, lengths = states.flatten(0, 1), self.cache.lengths + width
+            else:
+                real = padding[:, column : column + width].to(self.device)
+                row, offset = real.nonzero(as_tuple=True)
+                slot = order[row, column + offset] - self.first_position[row]
+                flat, lengths = states[row, offset], self.cache.lengths + real.sum(-1)
+            column += width
+            self.longest = column - start
+            self.cache.reserve(self.longest + self.draft.config.block_size)
+            positions = slot + self.first_position[row]
+            self.draft.extend_context(flat, positions, self.cache, row, slot, lengths=lengths)
+
+        return sink
+
+    def extend(self, states: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, kept: torch.Tensor, width: int):
+        """
+        Appends the verified tokens' hidden states to the context.
+
+        All of them are written; those of rejected tokens lie behind the new length and are overwritten later.
+
+        Args:
+            states (`torch.Tensor` of shape `(N, T * H)`): Hidden states of the N verified tokens.
+            rows, offsets (`torch.LongTensor` of shape `(N,)`): Where they belong.
+            kept (`torch.LongTensor` of shape `(R,)`): Tokens that stay, anchor included.
+            width (`int`): Most tokens verified in a row.
+        """
+        rows, offsets = rows.to(self.device), offsets.to(self.device)
+        self.cache.reserve(self.longest + width + self.draft.config.block_size)
+        slots = self.cache.lengths[rows] + offsets
+        lengths = self.cache.lengths + kept.to(self.device)
+        positions = slots + self.first_position[rows]
+        self.draft.extend_context(states, positions, self.cache, rows, slots, lengths=lengths)
+        self.longest += width
+
+    def draft_round(self, anchors: torch.Tensor, num_tokens: int) -> DraftRound:
+        """One draft forward for all rows: `num_tokens` tokens behind each anchor `(R,)`."""
+        sampler = BlockSampler(self.warp) if self.warp is not None else None
+        width = self.draft.config.block_size
+        positions = (self.cache.lengths + self.first_position)[:, None] + torch.arange(width, device=self.device)
+        block = self.draft.draft_block(
+            None,
+            anchors.to(self.device),
+            positions,
+            cache=self.cache,
+            sampler=sampler,
+            shared=self.shared,
+            num_tokens=num_tokens,
+            kv_length=self.longest + width,
+        )
+        confidence = None if block.confidence_logits is None else block.confidence_logits.float().sigmoid()
+        q = q_drawn = None
+        if sampler is not None:
+            q, q_drawn = torch.stack(sampler.q, dim=1), torch.stack(sampler.q_drawn, dim=1)
+        return DraftRound(block.tokens, confidence, q, q_drawn).map(lambda part: part.to(anchors.device))
+
+    def in_target_vocabulary(self, q: torch.Tensor, size: int) -> torch.Tensor:
+        """Spreads draft-vocabulary probabilities `(R, V_draft)` over `size` target ids."""
+        if self.target_ids is None:
+            return torch.nn.functional.pad(q, (0, size - q.shape[-1]))
+        return q.new_zeros(q.shape[0], size).index_copy_(1, self.target_ids.to(q.device), q)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Keeps the rows in `rows`, in that order."""
+        rows = rows.to(self.device)
+        self.cache.keep(rows)
+        self.first_position = self.first_position[rows]

@@ -1,0 +1,177 @@
+"""What a generation did: one event per round, and figures derived from them."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class RoundEvent:
+    """
+    One round: a drafted block per running row and what became of it.
+
+    Attributes:
+        index (`int`): Round number within the call, from 0.
+        rows (`list[int]`): Rows that took part, by their number in the batch. The lists below follow this order.
+        drafted (`list[list[int]]`): Drafted token ids; empty in a round without a draft.
+        confidence (`list[list[float]]`, *optional*): Conditional acceptance probability of each slot (eq. 7).
+        survival (`list[list[float]]`, *optional*): Running product of the confidences.
+        verify_lengths (`list[int]`): Drafted tokens submitted to the target.
+        accepted (`list[int]`): Drafted tokens kept.
+        committed (`list[list[int]]`): Token ids added to each row, the target's own last token included.
+        draft_seconds, verify_seconds (`float`): Wall time of the draft and of the target's forward.
+    """
+
+    index: int
+    rows: list[int]
+    drafted: list[list[int]]
+    confidence: list[list[float]] | None
+    survival: list[list[float]] | None
+    verify_lengths: list[int]
+    accepted: list[int]
+    committed: list[list[int]]
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class GenerationStats:
+    """
+    Figures of one `generate()` call, or of all calls inside [`record_generation`].
+
+    Attributes:
+        path (`str`): How the target was verified: "packed", "rectangular", "sequential", or "plain" for no speculation.
+        calls (`int`): `generate()` calls counted here.
+        new_tokens (`int`): Tokens generated, over all rows.
+        seconds (`float`): Wall time, prompt processing included.
+        prefill_seconds (`float`): Of which the prompt took this much.
+        round_events (`list[RoundEvent]`): The rounds in order.
+    """
+
+    path: str = ""
+    calls: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    round_events: list[RoundEvent] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Verification forwards of the target."""
+        return len(self.round_events)
+
+    @property
+    def verify_lengths(self) -> list[list[int]]:
+        """Per round, the drafted tokens submitted for each running row."""
+        return [event.verify_lengths for event in self.round_events]
+
+    @property
+    def accepted_lengths(self) -> list[list[int]]:
+        """Per round, the drafted tokens kept for each running row."""
+        return [event.accepted for event in self.round_events]
+
+    @property
+    def verified(self) -> int:
+        """Drafted tokens submitted to the target."""
+        return sum(sum(lengths) for lengths in self.verify_lengths)
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens, verified or not."""
+        return sum(len(tokens) for event in self.round_events for tokens in event.drafted)
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens kept."""
+        return sum(sum(lengths) for lengths in self.accepted_lengths)
+
+    @property
+    def tau(self) -> float:
+        """Accepted length τ: tokens per row and round, the target's own token included; 0 without a round."""
+        row_rounds = sum(len(event.rows) for event in self.round_events)
+        committed = sum(len(tokens) for event in self.round_events for tokens in event.committed)
+        return committed / row_rounds if row_rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Per slot, the share of blocks verified that far whose slot was accepted (conditional on nothing else)."""
+        width = max((max(lengths, default=0) for lengths in self.verify_lengths), default=0)
+        tried, kept = [0] * width, [0] * width
+        for event in self.round_events:
+            for length, accepted in zip(event.verify_lengths, event.accepted):
+                for slot in range(length):
+                    tried[slot] += 1
+                    kept[slot] += slot < accepted
+        return [k / t for k, t in zip(kept, tried)]
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(event.draft_seconds for event in self.round_events)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(event.verify_seconds for event in self.round_events)
+
+    @property
+    def other_seconds(self) -> float:
+        """Wall time outside prompt processing, draft and verification."""
+        return self.seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    def add(self, other: "GenerationStats") -> None:
+        """Adds the figures of another call."""
+        self.path = other.path if self.path in ("", other.path) else "mixed"
+        self.calls += other.calls
+        self.new_tokens += other.new_tokens
+        self.seconds += other.seconds
+        self.prefill_seconds += other.prefill_seconds
+        self.round_events.extend(other.round_events)
+
+    def to_dict(self) -> dict:
+        """Everything as plain data, ready for JSON."""
+        names = (
+            "rounds", "drafted", "verified", "accepted", "tau", "acceptance_by_position", "draft_seconds",
+            "verify_seconds", "other_seconds", "tokens_per_second",
+        )  # fmt: skip
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class GenerateDSparkOutput(GenerateDecoderOnlyOutput):
+    """[`~transformers.generation.GenerateDecoderOnlyOutput`] with `dspark_stats` ([`GenerationStats`])."""
+
+    dspark_stats: GenerationStats | None = None
+
+
+_RECORDERS: list[GenerationStats] = []
+_RECORDERS_LOCK = threading.Lock()
+
+
+@contextmanager
+def record_generation() -> Iterator[GenerationStats]:
+    """
+    Collects the statistics of every `generate()` call with a DSpark draft that ends inside the context, in any thread.
+
+    For callers that do not see the output of `generate()`: pipelines, trainers, servers.
+    """
+    stats = GenerationStats()
+    with _RECORDERS_LOCK:
+        _RECORDERS.append(stats)
+    try:
+        yield stats
+    finally:
+        with _RECORDERS_LOCK:
+            _RECORDERS[:] = [recorder for recorder in _RECORDERS if recorder is not stats]
+
+
+def publish(stats: GenerationStats) -> None:
+    """Hands a finished call to the open recorders."""
+    with _RECORDERS_LOCK:
+        for recorder in _RECORDERS:
+            recorder.add(stats)
