@@ -1,0 +1,388 @@
+"""What a round costs on this machine (DSpark, arXiv 2607.05147, section 3.2: the profiled SPS(B) of Algorithm 1).
+
+The scheduler needs the seconds of a verification step as a function of the tokens in it, and the seconds of a draft.
+Neither follows from the model alone: kernels, threads, dtype and attention implementation decide. So both are measured
+here, in a couple of seconds, on the calls that the runtime really makes, and kept as a `ThroughputProfile`:
+
+* verify seconds at a few (rows, tokens per row, context) points, made monotone in the tokens by isotonic regression
+  and read by linear interpolation in tokens per row, rows and context, which is exact for a cost that is affine in
+  rows and tokens; beyond the points the last slope continues;
+* draft seconds by rows, treated alike.
+
+A profile is a JSON file under the Hugging Face home, named by a fingerprint of everything that the numbers depend on.
+Measuring takes callables, so nothing here knows a model.
+"""
+
+import json
+import logging
+import math
+import os
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .fingerprints import canonical, fingerprint, profile_path
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+# Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
+CONTEXT_STEP = 128
+
+
+@dataclass(frozen=True)
+class VerifyPoint:
+    """Measured: `seconds` of a step with `tokens` tokens over `rows` rows, each with `context` cached positions."""
+
+    rows: int
+    tokens: int
+    context: int
+    seconds: float
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class DraftPoint:
+    """Measured: `seconds` of one draft for `rows` rows."""
+
+    rows: int
+    seconds: float
+    samples: int = 1
+
+
+@dataclass
+class ThroughputProfile:
+    """Cost table of one target and draft on one machine.
+
+    Attributes:
+        fields (`dict`): what the numbers depend on, see `fingerprint_fields`; their hash names the file.
+        verify_points (`list[VerifyPoint]`), draft_points (`list[DraftPoint]`): the measurements.
+        measured_seconds (`float`): time that measuring took.
+    """
+
+    fields: dict
+    verify_points: list[VerifyPoint]
+    draft_points: list[DraftPoint] = field(default_factory=list)
+    measured_seconds: float = 0.0
+
+    def __post_init__(self):
+        if not self.verify_points:
+            raise ValueError("a ThroughputProfile needs verify_points: measure at least the plain step.")
+        for point in (*self.verify_points, *self.draft_points):
+            if not (math.isfinite(point.seconds) and point.seconds > 0 and point.rows >= 1):
+                raise ValueError(f"{point} is no measurement: seconds must be positive and finite, rows at least 1.")
+        for point in self.verify_points:
+            if point.tokens < point.rows or point.context < 0:
+                raise ValueError(f"{point} is no measurement: every row verifies at least one token.")
+        self._build()
+
+    def _build(self) -> None:
+        grouped: dict[int, dict[int, dict[int, float]]] = {}
+        for point in self.verify_points:
+            grouped.setdefault(point.context, {}).setdefault(point.rows, {})[point.tokens] = point.seconds
+        self._curves = {
+            context: {rows: _Curve.fit(curve) for rows, curve in sorted(by_rows.items())}
+            for context, by_rows in sorted(grouped.items())
+        }
+        self._draft = _Curve.fit({point.rows: point.seconds for point in self.draft_points})
+        self._tables: dict[tuple[int, int], Tensor] = {}
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def verify_seconds(self, tokens: float, rows: int = 1, context: int = 0) -> float:
+        """Seconds of a step with `tokens` tokens in all over `rows` rows at `context` cached positions."""
+        contexts = list(self._curves)
+        low, high, weight = _bracket(contexts, context)
+        cheap = _at_rows(self._curves[low], tokens, rows)
+        if low == high:
+            return cheap
+        dear = _at_rows(self._curves[high], tokens, rows)
+        # Beyond the longest context the slope goes on, but noise must not make long contexts cheap.
+        return cheap + weight * (dear - cheap) if weight <= 1 else dear + (weight - 1) * max(0.0, dear - cheap)
+
+    def draft_seconds(self, rows: int = 1) -> float:
+        """Seconds of one draft for `rows` rows; 0 where no draft was measured."""
+        return self._draft(rows) if self.draft_points else 0.0
+
+    def plain_seconds(self, rows: int = 1, context: int = 0) -> float:
+        """Seconds of one plain decoding step of `rows` rows."""
+        return self.verify_seconds(rows, rows, context)
+
+    def seconds(self, tokens: float, rows: int = 1, context: int = 0) -> float:
+        """Seconds of a whole drafted round: the draft for `rows` rows and a step with `tokens` tokens."""
+        return self.draft_seconds(rows) + self.verify_seconds(tokens, rows, context)
+
+    def cost_table(self, max_tokens: int, rows: int = 1, context: int = 0) -> Tensor:
+        """Verify seconds by number of tokens, for `dspark_hf.scheduling`.
+
+        Args:
+            max_tokens (`int`): last entry wanted, usually rows * (1 + K).
+            rows (`int`): rows in the step, those of other calls included.
+            context (`int`): longest cached context, read in steps of 128.
+
+        Returns:
+            `Tensor` [max_tokens + 1 or more], float64, never falling. Entry b is the cost of b tokens; entries below
+            `rows` are extrapolated and not read. Tables are kept, so asking every round costs next to nothing.
+        """
+        key = (rows, round(context / CONTEXT_STEP))
+        table = self._tables.get(key)
+        if table is None or table.shape[0] <= max_tokens:
+            at = key[1] * CONTEXT_STEP
+            values = [self.verify_seconds(tokens, rows, at) for tokens in range(max_tokens + 1)]
+            table = torch.tensor(values, dtype=torch.float64).cummax(0).values
+            self._tables[key] = table
+        return table
+
+    def covers(self, rows: int, context: int = 0) -> bool:
+        """Whether `rows` and `context` lie between measured ones, or close enough to trust the extrapolation.
+
+        Close: at most 1.5 times the rows and twice the context (plus 256) of the largest measured, and no fewer rows
+        than half the smallest. Where it is not, `measure(..., profile=self)` adds points.
+        """
+        counts = [rows for by_rows in self._curves.values() for rows in by_rows]
+        return min(counts) <= 2 * rows and rows <= 1.5 * max(counts) and context <= 2 * max(self._curves) + 256
+
+    # -------------------------------------------------------------------------------------------------- measuring
+
+    @classmethod
+    def measure(
+        cls,
+        verify_fn: Callable[[int, int, int], object],
+        draft_fn: Callable[[int], object] | None = None,
+        *,
+        fields: dict | None = None,
+        rows: Sequence[int] = (1,),
+        tokens_per_row: Sequence[int] = (1, 2, 4, 8),
+        contexts: Sequence[int] = (256,),
+        time_budget: float = 2.5,
+        max_samples: int = 5,
+        clock: Callable[[], float] = time.perf_counter,
+        profile: "ThroughputProfile | None" = None,
+    ) -> "ThroughputProfile":
+        """Time the runtime's own calls.
+
+        Every call must return only when the device has finished. The points are visited in rounds, the widest step
+        right after the plain one, so that drift and a short budget hit all alike. The first sample of a point warms
+        it up and is dropped once two more are there; of the rest the median counts.
+
+        Args:
+            verify_fn (`Callable`): `verify_fn(num_rows, tokens_per_row, context)` runs one verification step.
+            draft_fn (`Callable`, *optional*): `draft_fn(num_rows)` runs one draft.
+            fields (`dict`, *optional*): see `fingerprint_fields`.
+            rows, tokens_per_row, contexts (`Sequence[int]`): the grid. The first of `rows` and `contexts` matter most.
+            time_budget (`float`): seconds. The plain step, the widest step and the draft of the first row count are
+                timed once in any case; after that no call starts that would not fit.
+            max_samples (`int`): most samples of a point.
+            clock (`Callable`): seconds, for tests.
+            profile (`ThroughputProfile`, *optional*): its points are kept where the grid does not replace them.
+
+        Returns:
+            `ThroughputProfile`: new, with `measured_seconds` set.
+        """
+        if not rows or not tokens_per_row or not contexts:
+            raise ValueError("rows, tokens_per_row and contexts must each name at least one value.")
+        if min(*rows, *tokens_per_row) < 1 or min(contexts) < 0:
+            raise ValueError("rows and tokens_per_row must be at least 1, contexts at least 0.")
+        calls = _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn)
+        samples: dict[tuple, list[float]] = {key: [] for key in calls}
+        needed = {("verify", rows[0], width, contexts[0]) for width in (min(tokens_per_row), max(tokens_per_row))}
+        needed.add(("draft", rows[0]))
+        begin = clock()
+        next(iter(calls.values()))()  # the first call of all pays for set-up that no later one repeats
+        for sweep in range(max_samples + 1):
+            started = 0
+            for key, call in calls.items():
+                # A point not visited yet costs what the dearest call so far did, for all anyone knows.
+                guess = min(
+                    samples[key], default=max((min(taken) for taken in samples.values() if taken), default=0.0)
+                )
+                forced = sweep == 0 and key in needed
+                if not forced and clock() - begin + guess > time_budget:
+                    continue
+                before = clock()
+                call()
+                samples[key].append(max(clock() - before, 1e-9))
+                started += 1
+            if not started:
+                break
+        verify, draft = {}, {}
+        if profile is not None:
+            verify = {(point.rows, point.tokens, point.context): point for point in profile.verify_points}
+            draft = {point.rows: point for point in profile.draft_points}
+        for (kind, count, *rest), taken in samples.items():
+            if not taken:
+                continue
+            kept = taken[1:] if len(taken) > 2 else [min(taken)]
+            if kind == "draft":
+                draft[count] = DraftPoint(count, statistics.median(kept), len(kept))
+            else:
+                width, context = rest
+                point = VerifyPoint(count, count * width, context, statistics.median(kept), len(kept))
+                verify[count, count * width, context] = point
+        fields = fields if fields is not None else (profile.fields if profile is not None else {})
+        spent = clock() - begin + (profile.measured_seconds if profile is not None else 0.0)
+        return cls(dict(fields), list(verify.values()), list(draft.values()), spent)
+
+    # --------------------------------------------------------------------------------------------------- on disk
+
+    def save(self, path: str | os.PathLike | None = None) -> Path:
+        """Write the profile as JSON, whole or not at all.
+
+        Args:
+            path (`str`, *optional*): file to write; by default `profile_path(self.fields)`.
+
+        Raises:
+            OSError: where the folder cannot be written.
+        """
+        path = Path(path) if path is not None else profile_path(self.fields)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT_VERSION, "fingerprint": fingerprint(self.fields), **asdict(self)}
+        # Several processes may measure at once: each writes its own file, and the last one stays.
+        partial = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(partial, path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "ThroughputProfile":
+        """Read a profile.
+
+        Raises:
+            FileNotFoundError: no such file.
+            ValueError: damaged, of another format, or edited so that its fields no longer match its fingerprint.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["format"] != FORMAT_VERSION:
+                raise ValueError(f"format {content['format']}, this version reads {FORMAT_VERSION}")
+            if content["fingerprint"] != fingerprint(content["fields"]):
+                raise ValueError("its fields do not match its fingerprint")
+            return cls(
+                dict(content["fields"]),
+                [VerifyPoint(**point) for point in content["verify_points"]],
+                [DraftPoint(**point) for point in content["draft_points"]],
+                float(content["measured_seconds"]),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is not a usable throughput profile ({reason}); measure it again.") from error
+
+    @classmethod
+    def find(cls, fields: dict, folder: str | os.PathLike | None = None) -> "ThroughputProfile | None":
+        """The saved profile for `fields`, or `None` where there is none or its file is damaged (logged)."""
+        path = profile_path(fields, folder)
+        try:
+            profile = cls.load(path)
+        except FileNotFoundError:
+            return None
+        except (ValueError, OSError) as error:
+            logger.warning("%s", error)
+            return None
+        if profile.fields != json.loads(canonical(fields)):
+            logger.warning("%s belongs to another target or machine; measure it again.", path)
+            return None
+        return profile
+
+    @classmethod
+    def load_or_measure(
+        cls,
+        fields: dict,
+        measure: Callable[[], "ThroughputProfile"],
+        folder: str | os.PathLike | None = None,
+    ) -> "ThroughputProfile":
+        """The saved profile for `fields`, else a measured one, saved for the next time and announced in one line.
+
+        Args:
+            fields (`dict`): see `fingerprint_fields`.
+            measure (`Callable`): measures and returns a profile, e.g. a closure over `ThroughputProfile.measure`.
+            folder (`str`, *optional*): in place of the Hugging Face home's.
+        """
+        profile = cls.find(fields, folder)
+        if profile is not None:
+            return profile
+        profile = measure()
+        profile.fields = dict(fields)
+        try:
+            where = f"saved as {profile.save(profile_path(fields, folder))}"
+        except OSError as error:
+            # A read-only home must not stop a generation; the next process measures again.
+            where = f"not saved: {error}"
+        logger.warning(
+            "Measured the cost of verification and drafting in %.1f s, %s.", profile.measured_seconds, where
+        )
+        return profile
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A never-falling piecewise linear function with positive values."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, values: dict[int, float]) -> "_Curve":
+        x = sorted(values)
+        return cls(tuple(x), tuple(isotonic([values[at] for at in x])))
+
+    def __call__(self, at: float) -> float:
+        if len(self.x) == 1:
+            return self.y[0]
+        i = min(max(bisect_right(self.x, at) - 1, 0), len(self.x) - 2)
+        slope = (self.y[i + 1] - self.y[i]) / (self.x[i + 1] - self.x[i])
+        # Extrapolated downwards a steep first segment could reach zero; no step takes less than its share of one.
+        return max(self.y[i] + slope * (at - self.x[i]), self.y[0] * min(1.0, max(at, 0.0) / self.x[0]), 1e-9)
+
+
+def isotonic(values: Sequence[float]) -> list[float]:
+    """The never-falling sequence nearest to `values` in least squares (pool adjacent violators)."""
+    pools: list[list[float]] = []  # [sum, count]
+    for value in values:
+        pools.append([value, 1])
+        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+            total, count = pools.pop()
+            pools[-1][0] += total
+            pools[-1][1] += count
+    return [total / count for total, count in pools for _ in range(int(count))]
+
+
+def _bracket(known: Sequence[int], at: float) -> tuple[int, int, float]:
+    """The two of the sorted `known` around `at` and the weight of the second; above the last the weight exceeds 1."""
+    if at <= known[0] or len(known) == 1:
+        return known[0], known[0], 0.0
+    i = min(bisect_right(known, at) - 1, len(known) - 2)
+    return known[i], known[i + 1], (at - known[i]) / (known[i + 1] - known[i])
+
+
+def _at_rows(curves: dict[int, _Curve], tokens: float, rows: int) -> float:
+    low, high, weight = _bracket(list(curves), rows)
+    if low == high:
+        # One row count, or fewer rows than ever measured: what counts is the number of tokens.
+        return curves[low](tokens)
+    # Same tokens per row on both curves: exact where the cost is affine in rows and tokens.
+    per_row = tokens / rows
+    few, many = curves[low](per_row * low), curves[high](per_row * high)
+    return few + weight * (many - few) if weight <= 1 else many + (weight - 1) * max(0.0, many - few)
+
+
+def _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn) -> dict[tuple, Callable[[], object]]:
+    """The calls to time by key, in the order of a sweep: ends of the curve first, then its middle."""
+    widths = sorted(set(tokens_per_row))
+    widths = [widths[0], *widths[:0:-1]]
+    calls: dict[tuple, Callable[[], object]] = {}
+    for context in dict.fromkeys(contexts):
+        for count in dict.fromkeys(rows):
+            for width in widths:
+                calls["verify", count, width, context] = lambda c=count, w=width, at=context: verify_fn(c, w, at)
+                if draft_fn is not None:
+                    calls.setdefault(("draft", count), lambda c=count: draft_fn(c))
+    return calls
