@@ -1,12 +1,12 @@
 """Configuration of a DSpark draft model.
 
 A DSpark draft (arXiv 2607.05147) is a few decoder layers that read hidden states *tapped* from a target model and
-propose a block of tokens in one forward (section 3.1, eq. 2 and 3), a sequential *Markov head* that makes the tokens of
-a block agree with each other (eq. 4 to 6), and a *confidence head* that says how likely each proposal is to be accepted
-(eq. 7). Everything that decides shapes or semantics is an explicit field here: which layers are tapped, whether the
-anchor slot predicts, which vocabulary the draft speaks, what the checkpoint stores and what it borrows from the target.
-Nothing is guessed from names later on, because a wrong block layout or a wrong tap does not fail, it only stops tokens
-from being accepted.
+propose a block of tokens in one forward (section 3.1, eq. 2 and 3), a sequential *Markov head* that makes the tokens
+of a block agree with each other (eq. 4 to 6), and a *confidence head* that says how likely each proposal is to be
+accepted (eq. 7). Everything that decides shapes or semantics is an explicit field here: which layers are tapped,
+whether the anchor slot predicts, which vocabulary the draft speaks, what the checkpoint stores and what it borrows
+from the target. Nothing is guessed from names later on, because a wrong block layout or a wrong tap does not fail, it
+only stops tokens from being accepted.
 
 This module holds data only: no tensors, no torch.
 """
@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
-
 
 BACKBONES = ("qwen3", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -48,7 +47,7 @@ class DSparkConfig(PreTrainedConfig):
         k_eq_v (`bool`): there is no value projection, values are the key projection's output (Gemma 4).
         rope_parameters (`dict`): flat rotary parameters with `rope_type` and `rope_theta`.
         max_position_embeddings (`int`): longest sequence the rotary scaling was made for, in tokens.
-        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` per layer; all full if unset.
+        layer_types (`list[str]`, *optional*): `"full_attention"` (the default) or `"sliding_attention"`, per layer.
         sliding_window (`int`, *optional*): context tokens before the anchor that a sliding layer sees.
         sliding_window_non_causal (`bool`): sliding layers are bidirectional inside the block, as full ones always are.
         final_logit_softcapping (`float`, *optional*): base logits become c·tanh(logits/c) before the Markov bias.
@@ -241,7 +240,9 @@ class DSparkConfig(PreTrainedConfig):
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"`mask_token_id` ({self.mask_token_id}) is outside the vocabulary of {self.vocab_size}.")
         if not self.sample_from_anchor and self.block_size < 2:
-            raise ValueError("`block_size` must be at least 2 when `sample_from_anchor` is false: slot 0 drafts nothing.")
+            raise ValueError(
+                "`block_size` must be at least 2 when `sample_from_anchor` is false: slot 0 drafts nothing."
+            )
         taps = self.target_layer_ids
         if not taps:
             raise ValueError("`target_layer_ids` is missing: the draft needs to know which target layers it reads.")
@@ -254,7 +255,9 @@ class DSparkConfig(PreTrainedConfig):
 
     def _validate_heads(self) -> None:
         if not isinstance(self.markov_rank, int) or self.markov_rank < 0:
-            raise ValueError(f"`markov_rank` must be 0 (no Markov head) or a positive integer, got {self.markov_rank!r}.")
+            raise ValueError(
+                f"`markov_rank` must be 0 (no Markov head) or a positive integer, got {self.markov_rank!r}."
+            )
         _check_choice("markov_head_type", self.markov_head_type, MARKOV_HEAD_TYPES)
         if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Key/value memory of a draft: the context of every row, ragged, with the current block behind it.
 
 The draft reads the target's tapped hidden states as extra keys and values (arXiv 2607.05147, eq. 2 and 3). A context
-token's keys and values never change once written, so they are kept between rounds; those of the block are valid for one
-forward only. Rows accept different numbers of tokens, hence a length per row:
+token's keys and values never change once written, so they are kept between rounds; those of the block are valid for
+one forward only. Rows accept different numbers of tokens, hence a length per row:
 
     row 0   c c c c c b b b . . .        c = context (lengths[0] = 5), b = block, . = free
     row 1   c c b b b . . . . . .
@@ -12,10 +12,11 @@ Slots are packed: slot s of a row holds its s-th context token, whatever its pos
 forgets tokens by lowering its length.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from .configuration_dspark import DSparkConfig
-
 
 GROWTH = 256  # slots; growing reallocates, so do it rarely
 
@@ -84,6 +85,33 @@ class DraftCache:
         """Scatters keys and values [..., H_kv, D] of one layer to (rows, slots) [...]; `lengths` is left alone."""
         self.keys[layer][rows, slots] = keys.detach()
         self.values[layer][rows, slots] = values.detach()
+
+    def block_writer(
+        self, slots: int, kv_length: int
+    ) -> Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """How a forward puts its block behind every row's context.
+
+        Args:
+            slots (`int`): slots K of the block.
+            kv_length (`int`): context and block of the longest row; room for it must be reserved.
+
+        Returns:
+            `join(layer, keys [R, K, H_kv, D], values) -> (keys [R, kv_length, H_kv, D], values)`.
+        """
+        start = kv_length - slots
+        if not self.uniform:
+            block_slots = self.lengths[:, None] + torch.arange(slots, device=self.lengths.device)
+            rows = torch.arange(self.num_rows, device=block_slots.device)[:, None].expand_as(block_slots)
+
+        def join(layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if self.uniform:
+                self.keys[layer][:, start:kv_length] = keys.detach()
+                self.values[layer][:, start:kv_length] = values.detach()
+            else:
+                self.write(layer, rows, block_slots, keys, values)
+            return self.keys[layer][:, :kv_length], self.values[layer][:, :kv_length]
+
+        return join
 
     def keep(self, index: torch.Tensor | list[int]) -> None:
         """Keeps only the rows in `index` [R'], in that order; repeated rows are copied."""

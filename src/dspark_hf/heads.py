@@ -12,7 +12,7 @@ token x_k is drawn from softmax(U_k + B(x_{k-1}, ·)) (eq. 4), where the bias B 
 The *confidence head* (eq. 7) estimates c_k = sigmoid(w · [h_k; e] + b), the probability that slot k is accepted given
 that all slots before it were. It reads x_{k-1} but never x_k, which is what keeps scheduling by it lossless.
 
-W1 is indexed by *target* token ids; W2 produces *draft* vocabulary logits. Tensor names follow the official checkpoints.
+W1 is indexed by *target* token ids; W2 gives *draft* vocabulary logits. Tensor names follow the official checkpoints.
 """
 
 import torch

@@ -1,13 +1,15 @@
 """Decoder layers of the draft: Qwen 3 style (also Llama-like) and Gemma 4 style.
 
 What sets a draft layer apart from an ordinary decoder layer is its attention (arXiv 2607.05147, eq. 2 and 3): queries
-come from the block only, while keys and values come from the block *and* from the context, which is the target's tapped
-hidden states projected once for all layers. The context stream is never updated by the layers, so each layer merely
-applies its own key and value projections to it, and those keys and values can be cached for good.
+come from the block only, while keys and values come from the block *and* from the context, which is the target's
+tapped hidden states projected once for all layers. The context stream is never updated by the layers, so each layer
+merely applies its own key and value projections to it, and those keys and values can be cached for good.
 
 Inside the block attention is bidirectional. Sliding layers see `sliding_window` context tokens before the anchor, and
 are causal inside the block unless the configuration says otherwise.
 """
+
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_dspark import DSparkConfig
+from .draft_cache import DraftCache
 
 
 class DSparkRMSNorm(nn.Module):
@@ -218,6 +221,88 @@ class Gemma4DraftLayer(nn.Module):
         return (hidden + self.post_feedforward_layernorm(mixed)) * self.layer_scalar
 
 
+Masks = Mapping[str, torch.Tensor | None]
+
+
+def given_context_masks(
+    config: DSparkConfig,
+    position_ids: torch.Tensor,
+    context_length: int,
+    attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
+) -> Masks:
+    """Masks by layer type for a context passed along with its block, none of it cached.
+
+    Args:
+        config (`DSparkConfig`): layer types and window.
+        position_ids (`torch.Tensor` [R, C + K]): context, then block.
+        context_length (`int`): C.
+        attention_mask: as in `DSparkDraftModel.forward`.
+
+    Returns:
+        For each layer type `None`, [R, 1, 1, S] or [R, 1, groups·K, S], bool, True = visible.
+    """
+    if _is_complete(attention_mask):
+        return _complete_masks(config, attention_mask, position_ids.device)
+    rows, slots = position_ids.shape[0], position_ids.shape[1] - context_length
+    keys = None if attention_mask is None else attention_mask.to(position_ids.device).bool()
+    masks = {"full_attention": None if keys is None else keys[:, None, None]}
+    if "sliding_attention" in config.layer_types:
+        # Every query of a block shares the anchor's window, as in training.
+        first = position_ids[:, context_length, None] - config.sliding_window
+        context = (position_ids[:, :context_length] >= first)[:, None].expand(rows, slots, context_length)
+        block = torch.ones(slots, slots, dtype=torch.bool, device=position_ids.device)
+        block = block if config.sliding_window_non_causal else block.tril()
+        mask = torch.cat([context, block.expand(rows, slots, slots)], dim=-1)
+        masks["sliding_attention"] = _fold_groups(config, mask if keys is None else mask & keys[:, None])
+    return masks
+
+
+def cached_context_masks(
+    config: DSparkConfig,
+    cache: DraftCache,
+    slots: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | Mapping[str, torch.Tensor] | None,
+) -> Masks:
+    """Masks by layer type for a cached context with the block behind it; S = `kv_length`, else as above."""
+    device = cache.lengths.device
+    if _is_complete(attention_mask):
+        return _complete_masks(config, attention_mask, device)
+    index, lengths = torch.arange(kv_length, device=device), cache.lengths[:, None]
+    keys = None if cache.uniform else index < lengths + slots
+    if attention_mask is not None:
+        given = attention_mask.to(device).bool()
+        keys = given if keys is None else keys & given
+    masks = {"full_attention": None if keys is None else keys[:, None, None]}
+    if "sliding_attention" in config.layer_types:
+        context = (index >= lengths - config.sliding_window) & (index < lengths)
+        place = (index - lengths)[:, None]  # [R, 1, S]: number of a slot within the block
+        last = slots - 1 if config.sliding_window_non_causal else torch.arange(slots, device=device)[:, None]
+        mask = context[:, None] | ((place >= 0) & (place <= last))
+        masks["sliding_attention"] = _fold_groups(config, mask if keys is None else mask & keys[:, None])
+    return masks
+
+
+def _is_complete(attention_mask) -> bool:
+    """Whether the caller masks each query himself."""
+    return isinstance(attention_mask, Mapping) or (attention_mask is not None and attention_mask.dim() > 2)
+
+
+def _complete_masks(config: DSparkConfig, attention_mask, device: torch.device) -> Masks:
+    masks = {}
+    for layer_type in set(config.layer_types):
+        mask = attention_mask[layer_type] if isinstance(attention_mask, Mapping) else attention_mask
+        mask = mask.squeeze(1) if mask.dim() == 4 else mask
+        masks[layer_type] = _fold_groups(config, mask.to(device).bool())
+    return masks
+
+
+def _fold_groups(config: DSparkConfig, mask: torch.Tensor) -> torch.Tensor:
+    """[R, K or 1, S] to [R, 1, groups·K or 1, S], for the query heads that attention folds into the query axis."""
+    groups = config.num_attention_heads // config.num_key_value_heads
+    return (mask if mask.shape[1] == 1 else mask.repeat(1, groups, 1))[:, None]
+
+
 DRAFT_LAYERS = {"qwen3": Qwen3DraftLayer, "gemma4": Gemma4DraftLayer}
 
 __all__ = [
@@ -228,5 +313,7 @@ __all__ = [
     "DSparkRotaryEmbedding",
     "Gemma4DraftLayer",
     "Qwen3DraftLayer",
+    "cached_context_masks",
+    "given_context_masks",
     "rotate",
 ]

@@ -9,8 +9,8 @@ One round of drafting (arXiv 2607.05147, section 3):
 3. Left to right, slot k draws its token from softmax(U_k + B(x_{k-1}, ·)) (eq. 4): `draft_block`.
 4. The confidence head estimates how likely each draft is to be accepted (eq. 7), from h_k and x_{k-1} but never x_k.
 
-The anchor is the last token the target committed. Its own hidden state does not exist yet when the block is drafted: it
-is computed by the verification that follows, and enters the context in the next round.
+The anchor is the last token the target committed. Its own hidden state does not exist yet when the block is drafted:
+it is computed by the verification that follows, and enters the context in the next round.
 
 Axes: R rows, K slots, C context tokens, H hidden, T taps, V vocabulary of the target, V_draft of the draft.
 """
@@ -24,13 +24,27 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .checkpoints import CheckpointFiles, load_draft_weights, open_checkpoint, read_config, write_native
+from .checkpoints import (
+    CheckpointFiles,
+    check_auto_kwargs,
+    check_vocabulary_map,
+    load_draft_weights,
+    open_checkpoint,
+    read_config,
+    single_device,
+    write_native,
+)
 from .configuration_dspark import DSparkConfig, default_generation_config
 from .draft_cache import DraftCache
 from .heads import ConfidenceHead, MarkovHead
-from .layers import DRAFT_LAYERS, DSparkRMSNorm, DSparkRotaryEmbedding
+from .layers import (
+    DRAFT_LAYERS,
+    DSparkRMSNorm,
+    DSparkRotaryEmbedding,
+    cached_context_masks,
+    given_context_masks,
+)
 from .sharing import SharedWeights, resolve_shared_weights, validate_target
-
 
 Sampler = Callable[[torch.Tensor, int], torch.Tensor]
 
@@ -147,15 +161,13 @@ class DSparkDraftModel(PreTrainedModel):
             cache (`DraftCache`): must have room: call `cache.reserve` first.
             rows (`torch.Tensor` [N]): cache row of each token.
             slots (`torch.Tensor` [N]): slot of each token, that is, its index within its row's context.
-            lengths (`torch.Tensor` [R], *optional*): context lengths afterwards. If unset, a row's length becomes one
-                more than the highest slot written, or stays if that is higher.
+            lengths (`torch.Tensor` [R], *optional*): context lengths afterwards. If unset, `cache.lengths` is left
+                alone: what to count is the caller's decision, who may write more than is kept.
         """
         device = self.fc.weight.device
         rows, slots = rows.to(device), slots.to(device)
         self._write_context(self.project_context(context_hidden), position_ids.to(device), cache, rows, slots)
-        if lengths is None:
-            cache.lengths = cache.lengths.scatter_reduce(0, rows, slots + 1, "amax")
-        else:
+        if lengths is not None:
             cache.lengths = lengths.to(device)
 
     def _write_context(self, context, position_ids, cache, rows, slots) -> None:
@@ -217,15 +229,15 @@ class DSparkDraftModel(PreTrainedModel):
         cos, sin = self.rotary(position_ids[:, context_length:], hidden.dtype)
         if cache is None:
             join = self._join_given_context(context_hidden, position_ids[:, :context_length])
-            masks = self._masks_without_cache(position_ids, context_length, attention_mask)
+            masks = given_context_masks(self.config, position_ids, context_length, attention_mask)
         else:
             if kv_length is None:
                 kv_length = int(cache.lengths.max()) + context_length + slots  # host sync; pass kv_length to avoid it
             cache.reserve(kv_length)
             if context_length:
                 self._append_context(context_hidden, position_ids[:, :context_length], cache)
-            join = _join_cached_context(cache, slots, kv_length)
-            masks = self._masks_with_cache(cache, slots, kv_length, attention_mask)
+            join = cache.block_writer(slots, kv_length)
+            masks = cached_context_masks(self.config, cache, slots, kv_length, attention_mask)
         for index, (layer, layer_type) in enumerate(zip(self.layers, self.config.layer_types, strict=True)):
             hidden = layer(hidden, cos, sin, masks[layer_type], lambda keys, values, i=index: join(i, keys, values))
         return self.norm(hidden)
@@ -280,60 +292,6 @@ class DSparkDraftModel(PreTrainedModel):
             return torch.cat([context_keys, keys], dim=1), torch.cat([context_values, values], dim=1)
 
         return join
-
-    # Masks: None, [R, 1, 1, S] or [R, 1, groups·K, S] by layer type -------------------------------------------------
-
-    def _masks_without_cache(self, position_ids, context_length, attention_mask):
-        rows, slots = position_ids.shape[0], position_ids.shape[1] - context_length
-        if isinstance(attention_mask, Mapping) or (attention_mask is not None and attention_mask.dim() > 2):
-            return self._masks_as_given(attention_mask)
-        masks = {"full_attention": None if attention_mask is None else attention_mask.bool()[:, None, None]}
-        if "sliding_attention" in self.config.layer_types:
-            # Every query of a block shares the anchor's window, as in training.
-            first = position_ids[:, context_length, None] - self.config.sliding_window
-            context = (position_ids[:, :context_length] >= first)[:, None].expand(rows, slots, context_length)
-            block = self._block_mask(slots, position_ids.device).expand(rows, slots, slots)
-            masks["sliding_attention"] = self._per_query(torch.cat([context, block], dim=-1), attention_mask)
-        return masks
-
-    def _masks_with_cache(self, cache, slots, kv_length, attention_mask):
-        if isinstance(attention_mask, Mapping) or (attention_mask is not None and attention_mask.dim() > 2):
-            return self._masks_as_given(attention_mask)
-        index = torch.arange(kv_length, device=cache.lengths.device)
-        lengths = cache.lengths[:, None]
-        visible = None if cache.uniform else index < lengths + slots
-        if attention_mask is not None:
-            given = attention_mask.to(index.device).bool()
-            visible = given if visible is None else visible & given
-        masks = {"full_attention": None if visible is None else visible[:, None, None]}
-        if "sliding_attention" in self.config.layer_types:
-            context = (index >= lengths - self.config.sliding_window) & (index < lengths)
-            place = (index - lengths)[:, None]  # [R, 1, S]: slot number within the block
-            query = torch.arange(slots, device=index.device)[:, None]
-            last = slots - 1 if self.config.sliding_window_non_causal else query
-            block = (place >= 0) & (place <= last)
-            masks["sliding_attention"] = self._per_query(context[:, None] | block, attention_mask)
-        return masks
-
-    def _masks_as_given(self, attention_mask):
-        given = attention_mask if isinstance(attention_mask, Mapping) else None
-        masks = {}
-        for layer_type in set(self.config.layer_types):
-            mask = attention_mask if given is None else given[layer_type]
-            mask = mask.squeeze(1) if mask.dim() == 4 else mask
-            masks[layer_type] = self._per_query(mask.to(self.device).bool(), None)
-        return masks
-
-    def _block_mask(self, slots, device):
-        visible = torch.ones(slots, slots, dtype=torch.bool, device=device)
-        return visible if self.config.sliding_window_non_causal else visible.tril()
-
-    def _per_query(self, mask, attention_mask):
-        """[R, K or 1, S] with a key mask [R, S] applied, repeated for the query heads folded into the query axis."""
-        if attention_mask is not None:
-            mask = mask & attention_mask.to(mask.device).bool()[:, None]
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        return (mask if mask.shape[1] == 1 else mask.repeat(1, groups, 1))[:, None]
 
     # Drafting -------------------------------------------------------------------------------------------------------
 
@@ -438,7 +396,7 @@ class DSparkDraftModel(PreTrainedModel):
             ValueError: when files, keys or tensors are missing, unexpected or of the wrong shape, listing them, or
                 when the packaging is not one this package reads.
         """
-        _check_auto_kwargs(auto_kwargs)
+        check_auto_kwargs(auto_kwargs)
         files = open_checkpoint(
             pretrained_model_name_or_path,
             revision=revision,
@@ -451,7 +409,7 @@ class DSparkDraftModel(PreTrainedModel):
         file_config, reader = read_config(files, sample_from_anchor=sample_from_anchor)
         if config is not None and reader.name != "native":
             raise ValueError(f"`config` can only replace that of this package's own saves, not of {reader.name!r}.")
-        return cls._from_files(files, reader, config or file_config, dtype, _single_device(device_map))
+        return cls._from_files(files, reader, config or file_config, dtype, single_device(device_map))
 
     @classmethod
     def _from_files(cls, files: CheckpointFiles, reader, config, dtype, device) -> "DSparkDraftModel":
@@ -461,11 +419,8 @@ class DSparkDraftModel(PreTrainedModel):
         state = load_draft_weights(files, reader.rename(files.tensors), expected, dtype, device)
         draft.load_state_dict(state, strict=True, assign=True)
         config.dtype = draft.dtype
-        if draft.d2t is not None and not _valid_offsets(draft.draft_to_target, config.vocab_size):
-            raise ValueError(
-                "`d2t` must hold offsets (target id minus draft id) that map to distinct tokens of the target's "
-                f"vocabulary of {config.vocab_size}."
-            )
+        if draft.d2t is not None:
+            check_vocabulary_map(draft.draft_to_target, config.vocab_size)
         if files.generation_config is not None and reader.name == "native":
             draft.generation_config = type(draft.generation_config).from_dict(files.generation_config)
         draft.name_or_path = config.name_or_path = files.location
@@ -494,50 +449,6 @@ class DSparkDraftModel(PreTrainedModel):
             raise ValueError("`push_to_hub=True` is not supported here; call `draft.push_to_hub(repo_id)`.")
         if is_main_process:
             write_native(self, save_directory, state_dict=state_dict)
-
-
-def _join_cached_context(cache: DraftCache, slots: int, kv_length: int):
-    """Writes the block behind every row's context and returns the buffers up to `kv_length`."""
-    if not cache.uniform:
-        block_slots = cache.lengths[:, None] + torch.arange(slots, device=cache.lengths.device)
-        rows = torch.arange(cache.num_rows, device=block_slots.device)[:, None].expand_as(block_slots)
-
-    def join(index, keys, values):
-        if cache.uniform:
-            cache.keys[index][:, kv_length - slots : kv_length] = keys.detach()
-            cache.values[index][:, kv_length - slots : kv_length] = values.detach()
-        else:
-            cache.write(index, rows, block_slots, keys, values)
-        return cache.keys[index][:, :kv_length], cache.values[index][:, :kv_length]
-
-    return join
-
-
-def _valid_offsets(target_ids: torch.Tensor, vocab_size: int) -> bool:
-    inside = bool((target_ids >= 0).all()) and bool((target_ids < vocab_size).all())
-    return inside and target_ids.unique().numel() == target_ids.numel()
-
-
-def _single_device(device_map) -> torch.device:
-    if isinstance(device_map, dict):
-        if set(device_map) != {""}:
-            raise ValueError("`device_map`: a draft lives on one device; pass a device, or {'': device}.")
-        device_map = device_map[""]
-    if device_map is None:
-        return torch.device("cpu")
-    if device_map == "auto":
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cpu") if accelerator is None else accelerator
-    return torch.device(device_map)
-
-
-def _check_auto_kwargs(kwargs: dict) -> None:
-    """Transformers' Auto classes add these; anything else is a mistake of the caller."""
-    unknown = sorted(set(kwargs) - {"_from_auto", "adapter_kwargs", "trust_remote_code", "proxies", "use_safetensors"})
-    if unknown:
-        raise TypeError(f"`DSparkDraftModel.from_pretrained` got unexpected arguments: {', '.join(unknown)}.")
-    if kwargs.get("use_safetensors") is False:
-        raise ValueError("`use_safetensors=False`: drafts are loaded from safetensors only.")
 
 
 __all__ = ["DSparkDraftModel", "DSparkOutput", "DraftBlock", "SharedWeights"]

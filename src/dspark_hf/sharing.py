@@ -15,7 +15,6 @@ from torch import nn
 
 from .configuration_dspark import DSparkConfig
 
-
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkDraftModel
 
@@ -110,13 +109,15 @@ def validate_target(draft: "DSparkDraftModel", target: nn.Module) -> None:
         ValueError: naming the fields that disagree.
     """
     config = draft.config
-    if type(target) is type(draft):
+    if target.config.model_type == config.model_type:
         raise ValueError(
             "The target is itself a DSpark draft; call `generate` on the target model and pass the draft as "
             "`assistant_model`."
         )
     if getattr(target.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(target).__name__} is an encoder-decoder model; DSpark drafts for decoder-only targets.")
+        raise ValueError(
+            f"{type(target).__name__} is an encoder-decoder model; DSpark drafts for decoder-only targets."
+        )
     text_config = target.config.get_text_config(decoder=True)
     if text_config.hidden_size != config.target_hidden_size:
         raise ValueError(

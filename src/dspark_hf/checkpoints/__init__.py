@@ -7,7 +7,15 @@ import os
 
 from ..configuration_dspark import DSparkConfig
 from .detect import Reader, detect_reader, read_config
-from .files import CheckpointFiles, TensorInfo, load_draft_weights, open_checkpoint
+from .files import (
+    CheckpointFiles,
+    TensorInfo,
+    check_auto_kwargs,
+    check_vocabulary_map,
+    load_draft_weights,
+    open_checkpoint,
+    single_device,
+)
 from .writer import deepspec_config, write_deepspec, write_native
 
 
@@ -31,12 +39,15 @@ __all__ = [
     "CheckpointFiles",
     "Reader",
     "TensorInfo",
+    "check_auto_kwargs",
+    "check_vocabulary_map",
     "deepspec_config",
     "detect_reader",
     "load_checkpoint_config",
     "load_draft_weights",
     "open_checkpoint",
     "read_config",
+    "single_device",
     "write_deepspec",
     "write_native",
 ]

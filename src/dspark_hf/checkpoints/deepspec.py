@@ -1,8 +1,8 @@
 """Reader for the official DeepSpec checkpoints (`deepseek-ai/dspark_*`, `deepseek-ai/dflash_*_block7`).
 
-Their `config.json` is a copy of the target's, with the draft's settings added at top level, so most keys describe the
-target and some mislead: `model_type` is the target's, and Gemma 4's `head_dim` and `num_key_value_heads` are not the ones
-its draft layers use. The DFlash ones are the same format with `markov_rank` 0; they, too, draft from the anchor slot.
+Their `config.json` is a copy of the target's with the draft's settings added at top level, so most keys describe the
+target, and some mislead: `model_type` is the target's, and Gemma 4's `head_dim` and `num_key_value_heads` are not those
+of its draft layers. The DFlash ones are the same format with `markov_rank` 0; they, too, draft from the anchor slot.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
     )
     require_keys(config, tuple(required.split()), "DeepSpec")
     rank = config.get("markov_rank", 0)
+    anchor_first = config.get("sample_from_anchor", True) if sample_from_anchor is None else sample_from_anchor
     confidence = bool(config.get("enable_confidence_head", False))
     fields = dict(
         hidden_size=config["hidden_size"],
@@ -38,7 +39,7 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
         stores_embedding="embed_tokens.weight" in tensors,
         stores_head="lm_head.weight" in tensors,
         block_size=config["block_size"],
-        sample_from_anchor=config.get("sample_from_anchor", True) if sample_from_anchor is None else sample_from_anchor,
+        sample_from_anchor=anchor_first,
         mask_token_id=config["mask_token_id"],
         target_layer_ids=config["target_layer_ids"],
         num_target_layers=config.get("num_target_layers"),

@@ -15,7 +15,6 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 from .files import CheckpointFiles, TensorInfo
 
-
 Tensors = Mapping[str, TensorInfo]
 
 
@@ -61,9 +60,7 @@ def detect_reader(files: CheckpointFiles) -> Reader:
     )
 
 
-def read_config(
-    files: CheckpointFiles, *, sample_from_anchor: bool | None = None
-) -> tuple[DSparkConfig, Reader]:
+def read_config(files: CheckpointFiles, *, sample_from_anchor: bool | None = None) -> tuple[DSparkConfig, Reader]:
     """Configuration of an opened checkpoint, and the reader that made it.
 
     Raises:

@@ -1,8 +1,8 @@
 """Opening a checkpoint: its configuration, and the names, shapes and dtypes of its tensors, without reading weights.
 
-Only safetensors are opened. Their headers tell all shapes, so a folder can be judged, and refused with the full list of
-what is wrong, before any weight is touched. Weights are memory-mapped: a tensor that keeps its dtype and stays on the
-CPU is backed by the file itself.
+Only safetensors are opened. Their headers tell all shapes, so a folder can be judged, and refused with the full list
+of what is wrong, before any weight is touched. Weights are memory-mapped: a tensor that keeps its dtype and stays on
+the CPU is backed by the file itself.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers.utils.hub import cached_file
-
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -192,4 +191,57 @@ def load_draft_weights(
     return state
 
 
-__all__ = ["CheckpointFiles", "TensorInfo", "load_draft_weights", "open_checkpoint"]
+def single_device(device_map: str | int | torch.device | dict | None) -> torch.device:
+    """The one device a `device_map` names: CPU for `None`, the accelerator (if any) for `"auto"`.
+
+    Raises:
+        ValueError: for a map that splits the model.
+    """
+    if isinstance(device_map, dict):
+        if set(device_map) != {""}:
+            raise ValueError("`device_map`: a draft lives on one device; pass a device, or {'': device}.")
+        device_map = device_map[""]
+    if device_map is None:
+        return torch.device("cpu")
+    if device_map == "auto":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device(device_map)
+
+
+def check_auto_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Lets through what Transformers' Auto classes add on their own; anything else is a mistake of the caller.
+
+    Raises:
+        TypeError: for an unknown argument.
+        ValueError: when asked not to use safetensors.
+    """
+    unknown = sorted(set(kwargs) - {"_from_auto", "adapter_kwargs", "trust_remote_code", "proxies", "use_safetensors"})
+    if unknown:
+        raise TypeError(f"`DSparkDraftModel.from_pretrained` got unexpected arguments: {', '.join(unknown)}.")
+    if kwargs.get("use_safetensors") is False:
+        raise ValueError("`use_safetensors=False`: drafts are loaded from safetensors only.")
+
+
+def check_vocabulary_map(target_ids: torch.Tensor, vocab_size: int) -> None:
+    """Checks the target ids [V_draft] of a reduced vocabulary.
+
+    Raises:
+        ValueError: when they leave the vocabulary or repeat, as absolute ids read as offsets would.
+    """
+    inside = bool((target_ids >= 0).all()) and bool((target_ids < vocab_size).all())
+    if not inside or target_ids.unique().numel() != target_ids.numel():
+        raise ValueError(
+            "`d2t` must hold offsets (target id minus draft id) that lead to distinct tokens of the target's "
+            f"vocabulary of {vocab_size}."
+        )
+
+
+__all__ = [
+    "CheckpointFiles",
+    "TensorInfo",
+    "check_auto_kwargs",
+    "check_vocabulary_map",
+    "load_draft_weights",
+    "open_checkpoint",
+    "single_device",
+]

@@ -1,4 +1,4 @@
-"""Reader for this package's own saves: `model_type` "dspark", every field explicit, tensors under the draft's names."""
+"""Reader for this package's own saves: `model_type` "dspark", every field explicit, tensors named as in the model."""
 
 from typing import Any
 

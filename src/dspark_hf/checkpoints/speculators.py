@@ -1,12 +1,12 @@
 """Reader for the speculators packaging (vLLM project), models "dspark" and "dflash".
 
-The decoder's shape is nested in `transformer_layer_config`, a diff against the defaults of a Transformers configuration
-class. Tapped layers are indices into `hidden_states`, one more than the layer whose output they are. The vocabulary may be
-reduced, with `d2t` holding offsets.
+The decoder's shape is nested in `transformer_layer_config`, a diff against the defaults of a Transformers
+configuration class. Tapped layers are indices into `hidden_states`, one more than the layer whose output they are. The
+vocabulary may be reduced, with `d2t` holding offsets.
 
-The block layout needs care: `sample_from_anchor` did not exist before July 2026, and files without it are 1+N, whatever
-today's class default says. `speculative_tokens` tells the two apart; when nothing does, this reader asks instead of
-guessing.
+The block layout needs care: `sample_from_anchor` did not exist before July 2026, and files without it are 1+N,
+whatever today's class default says. `speculative_tokens` tells the two apart; when nothing does, this reader asks
+instead of guessing.
 """
 
 import warnings
@@ -24,7 +24,9 @@ def _matches(config: dict[str, Any], tensors: Tensors) -> bool:
 
 def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: bool | None) -> DSparkConfig:
     require_keys(
-        config, ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config"), "speculators"
+        config,
+        ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config"),
+        "speculators",
     )
     nested = config["transformer_layer_config"]
     decoder = _decoder_config(nested)
@@ -118,8 +120,8 @@ def _layout(config: dict[str, Any]) -> bool:
         return False
     raise ValueError(
         "The speculators config.json does not say whether the anchor slot drafts (`sample_from_anchor`). Pass "
-        "`sample_from_anchor=False` to `from_pretrained` if the file was made before July 2026, `True` otherwise; with "
-        "the wrong value hardly any draft is accepted."
+        "`sample_from_anchor=False` to `from_pretrained` if the file was made before July 2026, `True` otherwise; "
+        "with the wrong value hardly any draft is accepted."
     )
 
 
@@ -135,7 +137,7 @@ def _confidence_fields(config: dict[str, Any], tensors: Tensors, rank: int) -> d
     declared = config.get("enable_confidence_head")
     if declared is not None and declared != stored:
         warnings.warn(
-            f"`enable_confidence_head` is {declared} but the confidence head is {'' if stored else 'not '}in the file; "
+            f"`enable_confidence_head` is {declared}, but the file has {'a' if stored else 'no'} confidence head; "
             "going by the file.",
             stacklevel=2,
         )

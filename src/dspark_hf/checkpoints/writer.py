@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from ..configuration_dspark import DSparkConfig, validate_generation_config
 from .files import SINGLE_FILE
 
-
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDraftModel
 
