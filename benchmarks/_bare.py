@@ -62,7 +62,7 @@ def bare_cost(
     def forward(width: int) -> None:
         positions = torch.arange(context, context + width, device=device).expand(rows, -1)
         target(input_ids=tokens[:, :width], position_ids=positions, use_cache=True, **{CACHE_KEY: cache})
-        cache.crop(context)
+        cache.crop(-width)
 
     block = draft.config.block_size
     shared = draft.shared_weights(target)

@@ -84,22 +84,28 @@ def commit() -> str | None:
 
 
 def read_prompts(
-    path: Path, tokenizer: PreTrainedTokenizerBase | None, *, sources: Sequence[str] = (), limit: int | None = None
+    path: Path,
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    *,
+    sources: Sequence[str] = (),
+    limit: int | None = None,
 ) -> dict[str, list[list[int]]]:
     """Prompts of a JSONL file as token ids, by source.
 
     Args:
         path (`Path`): one JSON object a line, with `prompt_ids` (used as they are) or `prompt` (wrapped in the chat
             template where there is one), and optionally `source`.
-        tokenizer: for `prompt`; may be `None` when every line has `prompt_ids`.
+        load_tokenizer (callable): gives the target's tokenizer; called only when a line has no `prompt_ids`.
         sources (`Sequence[str]`, *optional*): only these.
         limit (`int`, *optional*): at most so many prompts of each source.
 
     Raises:
-        `ValueError`: a line has neither field, there is no tokenizer for it, or nothing is left.
+        `ValueError`: a line has neither field, or nothing is left.
     """
     prompts: dict[str, list[list[int]]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    tokenizer = None
+    # Not splitlines(): a prompt may hold one of Unicode's other line breaks.
+    for number, line in enumerate(path.read_text(encoding="utf-8").strip("\n").split("\n"), start=1):
         row = json.loads(line)
         source = row.get("source", "-")
         if sources and source not in sources:
@@ -109,10 +115,11 @@ def read_prompts(
             continue
         if "prompt_ids" in row:
             chosen.append(row["prompt_ids"])
-        elif "prompt" in row and tokenizer is not None:
+        elif "prompt" in row:
+            tokenizer = tokenizer or load_tokenizer()
             chosen.append(encode(tokenizer, row["prompt"]))
         else:
-            raise ValueError(f"{path.name}, line {number}: no prompt_ids, and no prompt with a tokenizer to encode it")
+            raise ValueError(f"{path.name}, line {number}: neither prompt_ids nor prompt")
     if not prompts:
         raise ValueError(f"{path.name} holds no prompts of {', '.join(sources) or 'any source'}")
     return prompts

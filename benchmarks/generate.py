@@ -156,11 +156,10 @@ def load(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, DSparkD
     options = {"attn_implementation": args.attn_implementation} if args.attn_implementation else {}
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype, **options).to(args.device).eval()
     draft = DSparkDraftModel.from_pretrained(args.draft, dtype=target.dtype).to(args.device).eval()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
-    return target, draft, read_prompts(args.prompts, tokenizer, sources=args.source, limit=args.limit)
+    prompts = read_prompts(
+        args.prompts, lambda: AutoTokenizer.from_pretrained(args.target), sources=args.source, limit=args.limit
+    )
+    return target, draft, prompts
 
 
 def settings_of(args: argparse.Namespace, draft: DSparkDraftModel) -> list[Setting]:

@@ -33,7 +33,8 @@ def scout_folder() -> Path:
 def eval_rows() -> list[dict]:
     """Prompts with SmolLM2's answers: `source`, `prompt`, `prompt_ids`, `response_ids`."""
     path = place("DSPARK_EVAL_DATA", "a JSONL file of prompts for SmolLM2-135M-Instruct")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="session")

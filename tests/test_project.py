@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "dspark_hf"
 LAYERS = {
     "leaf": {"_compat", "stats"},
     "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
-    "mathematics": {"sampling", "scheduling", "calibration", "throughput", "draft_gate"},
+    "mathematics": {"sampling", "scheduling", "calibration", "throughput", "draft_gate", "fingerprints"},
     "runtime": {"generation"},
     "edge": {"training", "demo", "cli", "__init__"},
 }

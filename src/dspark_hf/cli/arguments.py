@@ -85,6 +85,9 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase | None:
         tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="left")
     except (OSError, ValueError, KeyError):
         return None
+    # Some tokenizer classes make one out of nothing for a folder that has no tokenizer files.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        return None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
