@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
-from pathlib import Path
+import sys
 
 import pytest
 import torch
+from conftest import TINY_GOLDEN
 from safetensors.torch import load_file
 
 from dspark_hf.calibration import (
@@ -24,12 +24,8 @@ from dspark_hf.calibration import (
 # ------------------------------------------------------------------------------------------------ official numbers
 
 
-@pytest.fixture(scope="module")
-def golden():
-    folder = os.environ.get("DSPARK_GOLDEN")
-    if not folder:
-        pytest.skip("DSPARK_GOLDEN does not name the folder of golden vectors")
-    folder = Path(folder) / "confidence_metrics"
+def read_golden(folder):
+    folder = folder / "confidence_metrics"
     return load_file(folder / "record.safetensors"), json.loads((folder / "metrics.json").read_text())
 
 
@@ -55,9 +51,8 @@ def assert_same(found, expected, where):
         assert found == pytest.approx(expected, rel=0, abs=1e-7 if where.endswith("avg_pred") else 3e-9), where
 
 
-@pytest.mark.parametrize("name", ["full", "calibrated", "ragged", "saturated"])
-def test_metrics_equal_the_official_recorder(golden, name):
-    tensors, metrics = golden
+def compare_with_the_official_recorder(folder, name):
+    tensors, metrics = read_golden(folder)
     expected = metrics["records"][name]
     found = measure_confidence(golden_record(tensors, name), None, None, metrics["num_bins"], metrics["num_fine_bins"])
     found = found.to_dict()
@@ -68,6 +63,16 @@ def test_metrics_equal_the_official_recorder(golden, name):
         assert position["total_weight"] == reference["total_weight"]
         for ours, theirs in zip(position["reliability"], reference["reliability"], strict=True):
             assert (ours["bin"], ours["weight"], ours["range"]) == (theirs["bin"], theirs["weight"], theirs["range"])
+
+
+@pytest.mark.parametrize("name", ["ragged", "saturated"])
+def test_metrics_equal_the_official_recorder_on_a_subset(name):
+    compare_with_the_official_recorder(TINY_GOLDEN, name)
+
+
+@pytest.mark.parametrize("name", ["full", "calibrated", "ragged", "saturated"])
+def test_metrics_equal_the_official_recorder(golden_folder, name):
+    compare_with_the_official_recorder(golden_folder, name)
 
 
 # ------------------------------------------------------------------------------------------------ metrics by hand
@@ -212,3 +217,31 @@ def test_fit_refuses_too_little():
         fit_calibration(record, record)
     with pytest.raises(ValueError, match="two groups"):
         record.split()
+
+
+# ------------------------------------------------------------------------------------------------ pictures
+
+
+def test_plots_write_an_image(tmp_path):
+    pytest.importorskip("matplotlib")
+    from dspark_hf.plots import plot_profile, plot_reliability
+    from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint
+
+    result = fit_calibration(*synthetic(200, [2.0] * 5, [0.0] * 5).split())
+    points = [VerifyPoint(rows, rows * width, 256, 0.05 + 0.002 * rows * width) for rows in (1, 4) for width in (1, 8)]
+    profile = ThroughputProfile({"device": "test"}, points, [DraftPoint(1, 0.01), DraftPoint(4, 0.02)])
+    for path in (
+        plot_reliability(result, tmp_path / "a.png"),
+        plot_reliability(result.after, tmp_path / "b" / "b.png"),
+        plot_profile(profile, tmp_path / "c.png"),
+    ):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_name_the_missing_package(tmp_path, monkeypatch):
+    from dspark_hf.plots import plot_reliability
+
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plot_reliability(measure_confidence(synthetic(20, [1.0] * 5, [0.0] * 5)), tmp_path / "a.png")

@@ -13,7 +13,10 @@ PACKAGE = ROOT / "src" / "dspark_hf"
 LAYERS = {
     "leaf": {"_compat", "stats"},
     "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
-    "mathematics": {"sampling", "scheduling", "calibration", "throughput", "draft_gate", "fingerprints"},
+    "mathematics": {
+        *("sampling", "scheduling", "draft_gate"),
+        *("calibration", "confidence_metrics", "throughput", "fingerprints", "plots"),
+    },
     "runtime": {"generation"},
     "edge": {"training", "demo", "cli", "__init__"},
 }
