@@ -10,7 +10,9 @@ Importing the package is all the set-up there is:
 from transformers import AutoConfig, AutoModel
 
 from .configuration_dspark import DSparkConfig
-from .generation.hook import install, uninstall
+from .generation.candidate_generator import DSparkCandidateGenerator
+from .generation.hook import decoder, install, uninstall
+from .generation.logits_process import DSparkLogitsProcessor
 from .modeling_dspark import DSparkDraftModel
 from .stats import GenerateDSparkOutput, GenerationStats, RoundEvent, record_generation
 
@@ -19,11 +21,14 @@ AutoModel.register(DSparkConfig, DSparkDraftModel)
 install()
 
 __all__ = [
+    "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkDraftModel",
+    "DSparkLogitsProcessor",
     "GenerateDSparkOutput",
     "GenerationStats",
     "RoundEvent",
+    "decoder",
     "install",
     "record_generation",
     "uninstall",

@@ -101,9 +101,7 @@ def _ragged_error(model, layers, path: str) -> float:
     for row, (tokens, length) in enumerate(zip(rows, _PROMPTS)):
         blocks[row, : _BLOCKS[row]] = tokens[length:]
     logits, _, index, _ = verifier(blocks, list(_BLOCKS), torch.tensor(_PROMPTS, device=device), None)
-    wanted = [
-        model(input_ids=tokens[None], use_cache=False).logits[0, -count:] for tokens, count in zip(rows, _BLOCKS)
-    ]
+    wanted = [model(input_ids=tokens[None], use_cache=False).logits[0, -count:] for tokens, count in zip(rows, _BLOCKS)]
     return _relative_error(logits, torch.cat(wanted), model.dtype)
 
 

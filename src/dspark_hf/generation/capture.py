@@ -37,8 +37,8 @@ class TapCapture:
         device (`torch.device`): Where the states go.
         dtype (`torch.dtype`): What they are cast to.
 
-    `take()` gives `[batch, tokens, T * H]`, the taps concatenated on the last axis (eq. 2). With a `sink`, every forward
-    is handed to it instead, so that a prompt processed in chunks is never held as a whole.
+    `take()` gives `[batch, tokens, T * H]`, the taps concatenated on the last axis (eq. 2). With a `sink`, every
+    forward is handed to it instead, so that a prompt processed in chunks is never held as a whole.
     """
 
     def __init__(self, layers: nn.ModuleList, taps: list[int], device: torch.device, dtype: torch.dtype):

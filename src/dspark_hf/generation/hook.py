@@ -6,6 +6,7 @@ every other assistant to the original. `uninstall()` takes the wrappers away aga
 
 import functools
 import logging
+import time
 import weakref
 
 import torch
@@ -16,11 +17,13 @@ from transformers.generation.configuration_utils import GenerationMode
 from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkDraftModel
 from ..stats import GenerateDSparkOutput, GenerationStats, publish
+from .candidate_generator import DSparkCandidateGenerator, decode_sequentially
 from .capability import PLAIN, SEQUENTIAL, verification_path
 from .loop import DecodingLoop
 from .processors import sequential_processors
 from .ragged_cache import new_dynamic_cache
 from .settings import resolve_settings
+from .stopping import StopRules
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +104,15 @@ def decode(
     path, reason = (PLAIN, "ranks in lock-step need one forward per token") if synced_gpus else verification_path(model)
     if names := sequential_processors(logits_processor):
         path, reason = PLAIN, f"{', '.join(names)} can only follow one token at a time"
-    if path == SEQUENTIAL and input_ids.shape[0] > 1:
-        path = PLAIN
+    if path == SEQUENTIAL:
+        others = StopRules(stopping_criteria, 0, generation_config.max_length).others
+        if input_ids.shape[0] > 1:
+            path, reason = PLAIN, f"only single prompts can be drafted for ({reason})"
+        elif others:
+            path, reason = PLAIN, "criteria other than length and end-of-sequence need its tokens one by one"
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     if path in (PLAIN, SEQUENTIAL):
-        return _decode_otherwise(model, draft, path, reason, arguments, streamer, synced_gpus, model_kwargs)
+        return _decode_otherwise(model, draft, path, reason, settings, arguments, streamer, synced_gpus, model_kwargs)
 
     cache, keep_cache = _starting_cache(model, generation_config, model_kwargs)
     model_kwargs[CACHE_KEY] = cache
@@ -128,9 +135,7 @@ def decode(
 def _starting_cache(model, generation_config, model_kwargs: dict) -> tuple[DynamicCache, bool]:
     """The cache to prefill and whether it outlives the call. A static or missing one is replaced."""
     cache = model_kwargs.get(CACHE_KEY)
-    user_defined = bool(getattr(cache, "_is_user_defined", False)) or (
-        cache is not None and cache.get_seq_length() > 0
-    )
+    user_defined = bool(getattr(cache, "_is_user_defined", False)) or (cache is not None and cache.get_seq_length() > 0)
     if type(cache) is not DynamicCache:
         if user_defined:
             raise ValueError(
@@ -140,8 +145,9 @@ def _starting_cache(model, generation_config, model_kwargs: dict) -> tuple[Dynam
     return cache, user_defined or bool(generation_config.return_dict_in_generate)
 
 
-def _decode_otherwise(model, draft, path, reason, arguments, streamer, synced_gpus, model_kwargs):
+def _decode_otherwise(model, draft, path, reason, settings, arguments, streamer, synced_gpus, model_kwargs):
     """Transformers' own loops for targets that the batched one cannot serve."""
+    began = time.perf_counter()
     if path == PLAIN and model not in _warned_targets:
         _warned_targets.add(model)
         logger.warning(
@@ -149,24 +155,31 @@ def _decode_otherwise(model, draft, path, reason, arguments, streamer, synced_gp
             type(model).__name__,
             reason,
         )
-    stats = GenerationStats(path=path, calls=1)
+    input_ids, logits_processor, stopping_criteria, generation_config = arguments
+    arguments = {
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+        "generation_config": generation_config,
+        "streamer": streamer,
+        **model_kwargs,
+    }
     if path == SEQUENTIAL:
-        from .candidate_generator import decode_sequentially
-
-        result = decode_sequentially(model, draft, stats, *arguments, streamer=streamer, model_kwargs=model_kwargs)
-    else:
-        input_ids, logits_processor, stopping_criteria, generation_config = arguments
-        result = model._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
+        generator = DSparkCandidateGenerator(
+            model,
+            draft,
+            logits_processor,
+            do_sample=generation_config.do_sample,
+            num_tokens=settings.num_tokens,
+            max_length=generation_config.max_length,
+            eos_token_ids=tuple(StopRules(stopping_criteria, 0, generation_config.max_length).eos),
         )
+        result, stats = decode_sequentially(generator, model, input_ids, **arguments), generator.stats
+    else:
+        result = model._sample(input_ids, synced_gpus=synced_gpus, **arguments)
+        stats = GenerationStats(path=path, calls=1)
     sequences = result.sequences if isinstance(result, GenerateDecoderOnlyOutput) else result
-    stats.new_tokens = (sequences.shape[1] - arguments[0].shape[1]) * sequences.shape[0]
+    stats.new_tokens = (sequences.shape[1] - input_ids.shape[1]) * sequences.shape[0]
+    stats.seconds = time.perf_counter() - began
     _finish(draft, stats)
     if isinstance(result, GenerateDecoderOnlyOutput):
         return GenerateDSparkOutput(**result, dspark_stats=stats)
@@ -188,6 +201,36 @@ def _finish(draft: DSparkDraftModel, stats: GenerationStats) -> None:
             accepted,
             tried,
         )
+
+
+def decoder(draft: DSparkDraftModel, streamer=None):
+    """
+    The same decoding as a `custom_generate` callable, for use without the hook.
+
+        model.generate(**inputs, custom_generate=decoder(draft))
+
+    Args:
+        draft (`DSparkDraftModel`): The draft.
+        streamer (`BaseStreamer`, *optional*): `generate()` keeps its own `streamer` argument from such callables.
+    """
+
+    def generate_with_draft(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **model_kwargs
+    ):
+        validate_call(model, draft, None, generation_config, {})
+        return decode(
+            model,
+            input_ids,
+            draft,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    return generate_with_draft
 
 
 # ---------------------------------------------------------------------------------------------------- installation

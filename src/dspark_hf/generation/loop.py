@@ -127,6 +127,9 @@ class DecodingLoop:
         self.drafter = Drafter(self.draft, shared, batch, self.input_ids.shape[1] + near, self.warp)
         self.drafter.cache.uniform = batch == 1 and not self.draft_ahead
         self.capture.sink = self.drafter.read_prompt(padding, past)
+        if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            # as an integer it lets such models drop all but the last position before their last layers, taps included
+            model_kwargs = model_kwargs | {"logits_to_keep": torch.tensor([-1], device=self.device)}
         outputs = self.model._prefill(self.input_ids, self.generation_config, model_kwargs)
         self.capture.sink = None
         self.prompt_slots = source.get_seq_length()

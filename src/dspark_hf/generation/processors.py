@@ -1,9 +1,9 @@
 """Logits processors on block-shaped scores.
 
-A processor is written for one position of the whole batch: `(input_ids [batch, length], scores [batch, V])`. Verification
-has several positions of several rows, each behind its own prefix. Warpers that look at nothing but the scores run once on
-all of them. Every other processor is called as plain `generate()` would: once per distinct prefix length, with the true
-prefixes of the full batch (some size themselves to the batch, some read the length).
+A processor is written for one position of the whole batch: `(input_ids [batch, length], scores [batch, V])`.
+Verification has several positions of several rows, each behind its own prefix. Warpers that look at nothing but the
+scores run once on all of them. Every other processor is called as plain `generate()` would: once per distinct prefix
+length, with the true prefixes of the full batch (some size themselves to the batch, some read the length).
 """
 
 from collections.abc import Callable
