@@ -15,6 +15,7 @@ it is computed by the verification that follows, and enters the context in the n
 Axes: R rows, K slots, C context tokens, H hidden, T taps, V vocabulary of the target, V_draft of the draft.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -379,15 +380,13 @@ class DSparkDraftModel(PreTrainedModel):
     ) -> "DSparkDraftModel":
         """Loads a draft from a folder or Hub repository in any packaging the `checkpoints` package reads.
 
-        Weights are memory-mapped from safetensors and assigned, so no more than one copy is held. Nothing is ever
-        initialised at random here.
+        Weights are memory-mapped and assigned: one copy is held at most, and nothing is initialised at random.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): folder or repository.
             config (`DSparkConfig`, *optional*): replaces the file's; only for this package's own saves.
             dtype (`str` or `torch.dtype`): `"auto"` keeps the stored one.
-            device_map (`str`, `int`, `torch.device` or `dict`, *optional*): one device; `"auto"` takes the accelerator
-                if there is one. CPU if unset.
+            device_map (`str`, `int`, `torch.device` or `dict`, *optional*): one device, or `"auto"`. CPU if unset.
             revision, subfolder, token, local_files_only, cache_dir, force_download: as in Transformers.
             sample_from_anchor (`bool`, *optional*): overrides the block layout the checkpoint declares.
             auto_kwargs: only what Transformers' Auto classes add on their own.
@@ -409,7 +408,8 @@ class DSparkDraftModel(PreTrainedModel):
         file_config, reader = read_config(files, sample_from_anchor=sample_from_anchor)
         if config is not None and reader.name != "native":
             raise ValueError(f"`config` can only replace that of this package's own saves, not of {reader.name!r}.")
-        return cls._from_files(files, reader, config or file_config, dtype, single_device(device_map))
+        config = file_config if config is None else copy.deepcopy(config)
+        return cls._from_files(files, reader, config, dtype, single_device(device_map))
 
     @classmethod
     def _from_files(cls, files: CheckpointFiles, reader, config, dtype, device) -> "DSparkDraftModel":
@@ -432,7 +432,6 @@ class DSparkDraftModel(PreTrainedModel):
         is_main_process: bool = True,
         state_dict: dict[str, torch.Tensor] | None = None,
         push_to_hub: bool = False,
-        max_shard_size: int | str | None = None,
         **hub_kwargs,
     ) -> None:
         """Writes `config.json`, `model.safetensors` and `generation_config.json`.
@@ -442,8 +441,7 @@ class DSparkDraftModel(PreTrainedModel):
             is_main_process (`bool`): False writes nothing (distributed training).
             state_dict (`dict`, *optional*): tensors to write in place of this model's own.
             push_to_hub (`bool`): not supported here; call `draft.push_to_hub(repo)`.
-            max_shard_size: accepted for compatibility; a draft is one file.
-            hub_kwargs: accepted for compatibility with `push_to_hub`.
+            hub_kwargs: what `push_to_hub` passes and has no use here; a draft is always one file.
         """
         if push_to_hub:
             raise ValueError("`push_to_hub=True` is not supported here; call `draft.push_to_hub(repo_id)`.")

@@ -1,8 +1,8 @@
 """Reader for the official DeepSpec checkpoints (`deepseek-ai/dspark_*`, `deepseek-ai/dflash_*_block7`).
 
 Their `config.json` is a copy of the target's with the draft's settings added at top level, so most keys describe the
-target, and some mislead: `model_type` is the target's, and Gemma 4's `head_dim` and `num_key_value_heads` are not those
-of its draft layers. The DFlash ones are the same format with `markov_rank` 0; they, too, draft from the anchor slot.
+target, and some mislead: `model_type` is the target's, and Gemma 4's `head_dim` and `num_key_value_heads` are not what
+its draft layers use. The DFlash ones are the same format with `markov_rank` 0; they, too, draft from the anchor slot.
 """
 
 from typing import Any
@@ -22,7 +22,6 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
     )
     require_keys(config, tuple(required.split()), "DeepSpec")
     rank = config.get("markov_rank", 0)
-    anchor_first = config.get("sample_from_anchor", True) if sample_from_anchor is None else sample_from_anchor
     confidence = bool(config.get("enable_confidence_head", False))
     fields = dict(
         hidden_size=config["hidden_size"],
@@ -39,7 +38,7 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
         stores_embedding="embed_tokens.weight" in tensors,
         stores_head="lm_head.weight" in tensors,
         block_size=config["block_size"],
-        sample_from_anchor=anchor_first,
+        sample_from_anchor=_layout(config, tensors) if sample_from_anchor is None else sample_from_anchor,
         mask_token_id=config["mask_token_id"],
         target_layer_ids=config["target_layer_ids"],
         num_target_layers=config.get("num_target_layers"),
@@ -56,6 +55,20 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
     if has_layer_tensor(tensors, "pre_feedforward_layernorm.weight"):
         return DSparkConfig(**fields, **_gemma4_fields(config, tensors))
     return DSparkConfig(**fields, **_qwen3_fields(config))
+
+
+def _layout(config: dict[str, Any], tensors: Tensors) -> bool:
+    if config.get("sample_from_anchor") is not None:
+        return bool(config["sample_from_anchor"])
+    if config.get("dspark_bonus_anchor") is not None:
+        return not config["dspark_bonus_anchor"]
+    architectures = config.get("architectures") or []
+    if "markov_head.markov_w1.weight" in tensors or any("DSpark" in name for name in architectures):
+        return True
+    raise ValueError(
+        "This looks like a DFlash draft, and nothing says whether its anchor slot drafts. Pass "
+        "`sample_from_anchor=True` to `from_pretrained` if it was trained with DeepSpec, `False` otherwise."
+    )
 
 
 def _qwen3_fields(config: dict[str, Any]) -> dict[str, Any]:

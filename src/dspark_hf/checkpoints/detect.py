@@ -88,7 +88,9 @@ def _refusal(config: dict[str, Any], tensors: Tensors) -> str | None:
         return "has latent-attention (MLA) draft layers, which are not supported."
     if config.get("quantization_config"):
         return "has quantised weights; only float32, bfloat16 and float16 drafts are read."
-    if "dflash_config" in config and speculator is None:
+    if _any_name(tensors, "markov_w1.") or _any_name(tensors, "logit_head."):
+        return "names its heads as ModelOpt or an early SpecForge does, which is not read yet."
+    if "dflash_config" in config and "target_layer_ids" not in config and speculator is None:
         return (
             "keeps its draft settings in `dflash_config` (SpecForge, ModelOpt or z-lab packaging), which is not read "
             "yet; convert it to the DeepSpec layout."

@@ -69,6 +69,7 @@ def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
         "`sample_from_anchor` false": not config.sample_from_anchor,
         "sliding layers": "sliding_attention" in config.layer_types,
         "no query/key norms": not config.qk_norm,
+        "biases on part of the projections": config.mlp_bias or config.attention_output_bias != config.attention_bias,
         "`confidence_calibration`": config.confidence_calibration is not None,
         "no stored embedding or head": not (config.stores_embedding and config.stores_head),
     }
