@@ -177,7 +177,7 @@ def export_rows(target: Cache, rows: list[list[tuple[torch.Tensor, torch.Tensor]
         target (`Cache`): A dynamic cache; its layers are replaced in place.
         rows (`list`): Per row what [`RaggedCache.row_states`] gave. Shorter rows are filled with zeros on the right,
             where plain `generate()` has the keys of padding tokens.
-        length (`int`): Slots of the longest row.
+        length (`int`): Slots to export.
     """
     for index, layer in enumerate(target.layers):
         states = [row[index] for row in rows]
@@ -187,7 +187,8 @@ def export_rows(target: Cache, rows: list[list[tuple[torch.Tensor, torch.Tensor]
             first = states[0][part]
             out = first.new_zeros(len(rows), first.shape[1], length, first.shape[2])
             for row, state in enumerate(states):
-                out[row, :, : state[part].shape[0]] = state[part].transpose(0, 1)
+                kept = state[part][:length].transpose(0, 1)
+                out[row, :, : kept.shape[1]] = kept
             window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
             setattr(layer, name, out if window is None else out[:, :, -window + 1 :])
         if layer.is_sliding:
