@@ -30,6 +30,7 @@ from .confidence_metrics import (
     auc,
     brier,
     ece,
+    ece_floor,
     measure_confidence,
     survival_from_logits,
 )
@@ -46,6 +47,7 @@ class Calibration:
         forms (`list[str]`): per slot "identity", "temperature" or "temperature+shift".
         before, sts, after (`ConfidenceMetrics`): held-out metrics of the raw head, of STS alone, and of the result.
         sts_temperature (`list[float]`): temperatures of STS alone.
+        noise_floor (`float`): mean ECE that a perfect head would show on so few held-out rounds, see `ece_floor`.
         num_fit, num_held_out (`int`): rounds.
     """
 
@@ -56,6 +58,7 @@ class Calibration:
     sts: ConfidenceMetrics
     after: ConfidenceMetrics
     sts_temperature: list[float]
+    noise_floor: float
     num_fit: int
     num_held_out: int
 
@@ -65,7 +68,9 @@ class Calibration:
 
     def to_dict(self) -> dict:
         """The whole report as plain values for JSON."""
-        report = {name: getattr(self, name) for name in ("forms", "sts_temperature", "num_fit", "num_held_out")}
+        report = {
+            name: getattr(self, name) for name in ("forms", "sts_temperature", "noise_floor", "num_fit", "num_held_out")
+        }
         report.update({name: getattr(self, name).to_dict() for name in ("before", "sts", "after")})
         return {**self.to_config(), **report}
 
@@ -83,7 +88,7 @@ def fit_temperatures(record: ConfidenceRecord, num_bins: int = NUM_BINS) -> list
     before, temperatures = torch.ones(len(record), dtype=torch.float64), []
     for k in range(record.logits.shape[1]):
         slot = _Slot.of(record, k, before)
-        temperatures.append(_search_temperature(slot, num_bins))
+        temperatures.append(_search_temperature(slot, num_bins)[0])
         before = before * torch.sigmoid(record.logits[:, k].double() / temperatures[-1])
     return temperatures
 
@@ -92,62 +97,55 @@ def fit_calibration(
     fit: ConfidenceRecord,
     held_out: ConfidenceRecord,
     *,
-    judge: ConfidenceRecord | None = None,
     num_bins: int = NUM_BINS,
     min_gain: float = 0.002,
+    folds: int = 5,
 ) -> Calibration:
-    """Fit STS and, slot by slot where it helps, a shift; judge on held-out rounds.
+    """Fit STS and, slot by slot where it helps, a shift; report on held-out rounds.
 
-    Left to right each slot has four candidates, given what the slots before it chose: the raw score, the temperature
-    with the lowest ECE, temperature and shift with the highest likelihood, and the same polished for ECE. All are
-    fitted on `fit`; the lowest ECE on `judge` wins, a simpler form where it is within `min_gain`.
+    Left to right each slot has three candidates, given what the slots before it chose: the raw score, the temperature
+    with the lowest ECE, and the likeliest temperature and shift. Every candidate is fitted with one fold of prompts
+    left out and predicts that fold; the ECE of all those predictions together chooses. A form with one more parameter
+    must lower it by `min_gain` and must not be less likely, since ECE is noisy. The chosen form is then fitted on all
+    of `fit`. `held_out` takes no part in any choice.
 
     Args:
-        fit, held_out (`ConfidenceRecord`): rounds of different prompts. `held_out` makes the reported metrics.
-        judge (`ConfidenceRecord`, *optional*): rounds that choose the form. By default a third of the prompts of `fit`
-            does, and the parameters of the chosen form are then fitted on all of `fit`, so that `held_out` stays
-            untouched by the choice.
+        fit, held_out (`ConfidenceRecord`): rounds of different prompts, see `ConfidenceRecord.split`. A few thousand
+            rounds each make an ECE of 0.02 visible, see `Calibration.noise_floor`.
         num_bins (`int`): bins of the ECE.
         min_gain (`float`): ECE that one more parameter must bring.
+        folds (`int`): parts of the prompts for the choice, at least 2.
 
     Raises:
-        ValueError: too few rounds to fit.
+        ValueError: too few rounds or prompts to fit.
     """
-    if len(fit) < 2 or len(held_out) < 1:
-        raise ValueError(f"calibration needs rounds to fit and to judge, got {len(fit)} and {len(held_out)}.")
-    train, judge = (fit, judge) if judge is not None else fit.split(2 / 3)
-    slots = fit.logits.shape[1]
+    if len(fit) < 2 or len(held_out) < 1 or len(fit.groups.unique()) < 2:
+        raise ValueError(
+            f"calibration needs rounds of at least two prompts, got {len(fit)} and {len(held_out)} rounds."
+        )
+    if folds < 2:
+        raise ValueError(f"folds must be at least 2, got {folds}.")
+    fold = fit.folds(min(folds, len(fit.groups.unique())))
+    before = torch.ones(len(fit), dtype=torch.float64)
     forms, temperatures, shifts = [], [], []
-    prefixes = {id(record): torch.ones(len(record), dtype=torch.float64) for record in (train, judge, fit)}
-
-    def slot_of(record, k):
-        return _Slot.of(record, k, prefixes[id(record)])
-
-    for k in range(slots):
-        candidates = _candidates(slot_of(train, k), num_bins)
-        errors = [slot_of(judge, k).ece(*parameters, num_bins) for parameters in candidates.values()]
-        names = list(candidates)
-        best = 0
-        for i in range(1, len(names)):
-            # NaN, no data in the judge, never compares as better: the raw score stays.
-            if errors[i] < errors[best] - min_gain:
-                best = i
-        forms.append(names[best])
-        chosen = _candidates(slot_of(fit, k), num_bins)[names[best]]
-        temperatures.append(chosen[0])
-        shifts.append(chosen[1])
-        for record in {id(record): record for record in (train, judge, fit)}.values():
-            scores = torch.sigmoid(record.logits[:, k].double() / chosen[0] + chosen[1])
-            prefixes[id(record)] = prefixes[id(record)] * scores
+    for k in range(fit.logits.shape[1]):
+        slot = _Slot.of(fit, k, before)
+        form = _choose(slot, fold[fit.known[:, k]], num_bins, min_gain)
+        temperature, shift = FORMS[form](slot, num_bins)
+        forms.append(form)
+        temperatures.append(temperature)
+        shifts.append(shift)
+        before = before * torch.sigmoid(fit.logits[:, k].double() / temperature + shift)
     sts = fit_temperatures(fit, num_bins)
     return Calibration(
         temperature=temperatures,
         shift=shifts,
-        forms=[form.removesuffix(" (ece)") for form in forms],
+        forms=forms,
         before=measure_confidence(held_out, num_bins=num_bins),
         sts=measure_confidence(held_out, sts, num_bins=num_bins),
         after=measure_confidence(held_out, temperatures, shifts, num_bins=num_bins),
         sts_temperature=sts,
+        noise_floor=ece_floor(held_out, temperatures, shifts, num_bins),
         num_fit=len(fit),
         num_held_out=len(held_out),
     )
@@ -169,69 +167,80 @@ class _Slot:
         known = record.known[:, k]
         return cls(record.logits[known, k].double(), before[known], record.prefix_accepted[known, k].double())
 
-    def product(self, temperature: Tensor | float, shift: Tensor | float) -> Tensor:
-        scores = torch.sigmoid(self.logits / torch.as_tensor(temperature) + torch.as_tensor(shift))
+    def part(self, rounds: Tensor) -> "_Slot":
+        return _Slot(self.logits[rounds], self.before[rounds], self.outcome[rounds])
+
+    def product(self, temperature: float, shift: float) -> Tensor:
+        """Running product up to this slot, [N']."""
+        scores = torch.sigmoid(self.logits / temperature + shift)
         return (self.before * scores).clamp(CLAMP, 1.0 - CLAMP)
 
-    def ece(self, temperature: float, shift: float, num_bins: int) -> float:
-        return ece(self.product(temperature, shift), self.outcome, num_bins)
+    def penalty(self, log_temperature: Tensor, shift: Tensor) -> Tensor:
+        """Mean negative log-likelihood of G parameter pairs, plus a weak prior around (0, 0), [G].
 
-    def scores(self, temperature: Tensor, shift: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
-        """ECE and negative log-likelihood of the product for G parameter pairs, both [G]."""
-        errors, likelihoods = [], []
-        for t, s in zip(temperature.tolist(), shift.tolist(), strict=True):
-            product = self.product(t, s)
-            errors.append(ece(product, self.outcome, num_bins))
-            likelihoods.append(-torch.where(self.outcome > 0, product, 1.0 - product).log().mean())
-        return torch.tensor(errors), torch.tensor(likelihoods)
+        The prior is worth less than one round; it keeps slots that few rounds reached near the raw score.
+        """
+        scores = torch.sigmoid(self.logits / log_temperature.exp()[:, None] + shift[:, None])
+        product = (self.before * scores).clamp(CLAMP, 1.0 - CLAMP)
+        misses = _log_loss(product, self.outcome).mean(1)
+        return misses + 0.5 * (log_temperature.square() + (0.5 * shift).square()) / len(self.logits)
 
 
-def _search_temperature(slot: _Slot, num_bins: int) -> float:
-    """Coarse grid over 1/16 .. 16, then a fine one around the best; near-ties go to the likelier temperature."""
+def _log_loss(product: Tensor, outcome: Tensor) -> Tensor:
+    return -torch.where(outcome > 0, product, 1.0 - product).log()
+
+
+def _raw(slot: _Slot, num_bins: int) -> tuple[float, float]:
+    return 1.0, 0.0
+
+
+def _search_temperature(slot: _Slot, num_bins: int) -> tuple[float, float]:
+    """Lowest ECE: a grid over 1/16 .. 16, refined twice; near-ties go to the likelier temperature."""
     if not len(slot.logits):
-        return 1.0
+        return 1.0, 0.0
     center, width = 0.0, MAX_LOG_TEMPERATURE
     for points in (33, 17, 17):
         grid = torch.linspace(center - width, center + width, points, dtype=torch.float64)
         grid = grid.clamp(-MAX_LOG_TEMPERATURE, MAX_LOG_TEMPERATURE)
-        errors, likelihoods = slot.scores(grid.exp(), torch.zeros_like(grid), num_bins)
-        # ECE is a step function of the temperature: the likelihood breaks its ties.
-        near = errors <= errors.min() + 1e-4
-        center = float(grid[torch.where(near, likelihoods, math.inf).argmin()])
+        errors = torch.tensor([ece(slot.product(math.exp(at), 0.0), slot.outcome, num_bins) for at in grid.tolist()])
+        # ECE is a noisy step function of the temperature: what lies within its noise is decided by likelihood.
+        near = errors <= errors.min() + 0.05 / math.sqrt(len(slot.logits))
+        center = float(grid[torch.where(near, slot.penalty(grid, torch.zeros_like(grid)), math.inf).argmin()])
         width /= 8
-    return math.exp(center)
+    return math.exp(center), 0.0
 
 
-def _search_shift(slot: _Slot) -> tuple[float, float]:
-    """Temperature and shift with the highest likelihood of the product, by a shrinking grid."""
-    center, width = (0.0, 0.0), (MAX_LOG_TEMPERATURE, 4.0)
-    for _ in range(6):
-        temperatures = torch.linspace(center[0] - width[0], center[0] + width[0], 9, dtype=torch.float64)
-        shifts = torch.linspace(center[1] - width[1], center[1] + width[1], 9, dtype=torch.float64)
-        grid = torch.cartesian_prod(temperatures.clamp(-MAX_LOG_TEMPERATURE, MAX_LOG_TEMPERATURE), shifts)
-        likelihoods = slot.scores(grid[:, 0].exp(), grid[:, 1], NUM_BINS)[1]
-        best = grid[likelihoods.argmin()]
-        center = (float(best[0]), float(best[1]))
-        width = (width[0] / 2.5, width[1] / 2.5)
-    return math.exp(center[0]), center[1]
+def _search_shift(slot: _Slot, num_bins: int) -> tuple[float, float]:
+    """Likeliest temperature and shift, by a shrinking grid."""
+    if not len(slot.logits):
+        return 1.0, 0.0
+    center, width = torch.zeros(2, dtype=torch.float64), torch.tensor([MAX_LOG_TEMPERATURE, 4.0], dtype=torch.float64)
+    steps = torch.linspace(-1.0, 1.0, 9, dtype=torch.float64)
+    for _ in range(7):
+        grid = center + torch.cartesian_prod(steps, steps) * width
+        grid[:, 0].clamp_(-MAX_LOG_TEMPERATURE, MAX_LOG_TEMPERATURE)
+        center = grid[slot.penalty(grid[:, 0], grid[:, 1]).argmin()]
+        width = width / 2.5
+    return math.exp(center[0]), float(center[1])
 
 
-def _polish(slot: _Slot, temperature: float, shift: float, num_bins: int) -> tuple[float, float]:
-    """The shift near a likelihood fit that has the lowest ECE."""
-    shifts = shift + torch.linspace(-0.5, 0.5, 41, dtype=torch.float64)
-    errors, likelihoods = slot.scores(torch.full_like(shifts, temperature), shifts, num_bins)
-    near = errors <= errors.min() + 1e-4
-    return temperature, float(shifts[torch.where(near, likelihoods, math.inf).argmin()])
+FORMS = {"identity": _raw, "temperature": _search_temperature, "temperature+shift": _search_shift}
 
 
-def _candidates(slot: _Slot, num_bins: int) -> dict[str, tuple[float, float]]:
-    """Fitted (temperature, shift) by form, simplest first."""
-    candidates = {"identity": (1.0, 0.0)}
-    if len(slot.logits):
-        candidates["temperature"] = (_search_temperature(slot, num_bins), 0.0)
-        candidates["temperature+shift"] = _search_shift(slot)
-        candidates["temperature+shift (ece)"] = _polish(slot, *candidates["temperature+shift"], num_bins)
-    return candidates
+def _choose(slot: _Slot, fold: Tensor, num_bins: int, min_gain: float) -> str:
+    """The form with the lowest cross-fitted ECE, simpler ones first."""
+    best = ("identity", math.inf, math.inf)
+    if not len(slot.logits):
+        return best[0]
+    for form, search in FORMS.items():
+        predicted = torch.empty_like(slot.before)
+        for number in fold.unique():
+            left_out = fold == number
+            predicted[left_out] = slot.part(left_out).product(*search(slot.part(~left_out), num_bins))
+        error, loss = ece(predicted, slot.outcome, num_bins), float(_log_loss(predicted, slot.outcome).mean())
+        if error < best[1] - min_gain and loss <= best[2]:
+            best = (form, error, loss)
+    return best[0]
 
 
 __all__ = [
@@ -243,6 +252,7 @@ __all__ = [
     "auc",
     "brier",
     "ece",
+    "ece_floor",
     "fit_calibration",
     "fit_temperatures",
     "measure_confidence",

@@ -52,6 +52,27 @@ class ConfidenceRecord:
     def __len__(self) -> int:
         return self.logits.shape[0]
 
+    @classmethod
+    def from_rounds(
+        cls,
+        confidence: Sequence[Sequence[float]],
+        accepted: Sequence[int],
+        lengths: Sequence[int],
+        groups: Sequence[int] | None = None,
+    ) -> "ConfidenceRecord":
+        """A record of uncalibrated scores in [0, 1], as round events carry them, one entry per row and round.
+
+        Rounds with fewer slots than the longest are filled up; `lengths` never reaches the filling.
+
+        Args:
+            confidence (N lists of up to K numbers): scores of the drafted slots.
+            accepted, lengths, groups (N numbers): see the class.
+        """
+        width = max(map(len, confidence), default=0)
+        scores = torch.tensor([[*row, *[0.5] * (width - len(row))] for row in confidence], dtype=torch.float64)
+        # A float32 sigmoid saturates at 1 for logits above 17, whose logit would be infinite.
+        return cls(torch.logit(scores.reshape(-1, width), eps=1e-7), accepted, lengths, groups)
+
     @property
     def known(self) -> Tensor:
         """[N, K], bool: slots whose fate is known."""
@@ -75,6 +96,12 @@ class ConfidenceRecord:
         count = min(max(1, round(share * len(groups))), len(groups) - 1)
         first = torch.isin(self.groups, order[:count])
         return self.select(first), self.select(~first)
+
+    def folds(self, count: int, seed: int = 0) -> Tensor:
+        """[N], int64: number of the fold, 0 to `count` - 1, that each round belongs to; a group is in one fold only."""
+        groups, index = self.groups.unique(return_inverse=True)
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))
+        return order[index] % count
 
     @staticmethod
     def concatenate(records: Sequence["ConfidenceRecord"]) -> "ConfidenceRecord":
@@ -150,6 +177,27 @@ def survival_from_logits(
     """
     scores = torch.sigmoid(apply_calibration(logits.float(), temperature, shift))
     return scores.double().cumprod(-1).clamp(CLAMP, 1.0 - CLAMP)
+
+
+def ece_floor(
+    record: "ConfidenceRecord",
+    temperature: Sequence[float] | None = None,
+    shift: Sequence[float] | None = None,
+    num_bins: int = NUM_BINS,
+) -> float:
+    """ECE that a perfectly calibrated head would still show on this many rounds, averaged over slots by their rounds.
+
+    A bin of n rounds with mean prediction p misses by about sqrt(2 p (1 - p) / (pi n)) through chance alone. A measured
+    ECE near the floor says "too few rounds", not "badly calibrated". A few hundred rounds of seven slots have a floor
+    of 0.03 to 0.04.
+    """
+    survival = survival_from_logits(record.logits, temperature, shift)
+    missed = 0.0
+    for k in range(record.logits.shape[1]):
+        predicted = survival[record.known[:, k], k]
+        variance = _binned(predicted, predicted * (1.0 - predicted), num_bins)[2]
+        missed += float((variance * (2.0 / math.pi)).sqrt().sum())
+    return missed / max(1, int(record.known.sum()))
 
 
 @dataclass
