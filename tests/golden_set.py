@@ -1,4 +1,4 @@
-"""The golden set: numbers of the official code to compare with, full where `DSPARK_GOLDEN` names it, else a small subset."""
+"""Numbers of the official code to compare with: the full set where `DSPARK_GOLDEN` names it, else a small subset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel
-
 
 ROOT = Path(os.environ.get("DSPARK_GOLDEN") or Path(__file__).parent / "golden")
 CASES = sorted(path.parent.name for path in ROOT.glob("*/golden.safetensors"))

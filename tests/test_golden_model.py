@@ -7,7 +7,6 @@ from golden_set import CASES, PROMPTS, ROUNDS, golden
 
 from dspark_hf.draft_cache import DraftCache
 
-
 TOLERANCE = 1e-4
 
 
@@ -79,7 +78,7 @@ def test_extend_context_does_what_forward_does(case):
 
 
 def ragged_context(case, cache, round_number, order, surplus=0):
-    """Packs one round's context of the prompts in `order` and writes it, interleaved, with `surplus` rejected tokens."""
+    """Writes one round's context of the prompts in `order`, shuffled, `surplus` rejected tokens behind each."""
     states, rows, slots, lengths = [], [], [], []
     for row, prompt in enumerate(order):
         context = case(prompt, round_number, "context_hidden")[0]
@@ -115,7 +114,7 @@ def test_ragged_batch_equals_each_prompt_alone(case, slack):
 
 
 def test_every_round_of_the_greedy_run(case):
-    """Hundreds of blocks: the target's states of the whole output, and the draft's cache carried from round to round."""
+    """Dozens of blocks: the target's states of the whole output, the draft's cache carried from round to round."""
     loader = getattr(transformers, "AutoModelForCausalLM" if "qwen3" in case.name else "AutoModelForImageTextToText")
     target = loader.from_pretrained(case.target_folder).eval()
     taps = case.draft.config.target_layer_ids

@@ -12,7 +12,8 @@ from .detect import Reader, Tensors, has_layer_tensor, require_keys, tap_width
 
 
 def _matches(config: dict[str, Any], tensors: Tensors) -> bool:
-    return "fc.weight" in tensors and ("target_layer_ids" in config or "markov_rank" in config)
+    injects_context = "fc.weight" in tensors or "hidden_norm.weight" in tensors
+    return injects_context and ("target_layer_ids" in config or "markov_rank" in config)
 
 
 def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: bool | None) -> DSparkConfig:

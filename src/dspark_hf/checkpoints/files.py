@@ -80,13 +80,13 @@ def open_checkpoint(
         "force_download": force_download,
     }
 
-    def find(name: str) -> str | None:
+    def find(name: str, required: bool = False) -> str | None:
         try:
-            return cached_file(location, name, _raise_exceptions_for_missing_entries=False, **options)
+            return cached_file(location, name, _raise_exceptions_for_missing_entries=required, **options)
         except OSError as error:
-            raise ValueError(f"Cannot read {name} of {location!r}: {error}") from error
+            raise ValueError(f"{location!r} has no {name} that can be read: {error}") from error
 
-    config_file = find("config.json")
+    config_file = find("config.json", required=True)
     if config_file is None:
         raise ValueError(f"{location!r} has no config.json, so it is not a draft checkpoint.")
     single, index = find(SINGLE_FILE), None
