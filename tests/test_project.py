@@ -11,7 +11,7 @@ PACKAGE = ROOT / "src" / "dspark_hf"
 
 # A module imports from its own layer and those before it. `mathematics` is pure: not even the model layer.
 LAYERS = {
-    "leaf": {"_compat", "stats"},
+    "leaf": {"_compat", "ops", "stats"},
     "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
     "mathematics": {
         *("sampling", "scheduling", "draft_gate"),

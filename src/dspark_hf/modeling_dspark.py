@@ -25,16 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .checkpoints import (
-    CheckpointFiles,
-    check_auto_kwargs,
-    check_vocabulary_map,
-    load_draft_weights,
-    open_checkpoint,
-    read_config,
-    single_device,
-    write_native,
-)
+from . import checkpoints
 from .configuration_dspark import DSparkConfig, default_generation_config
 from .draft_cache import DraftCache
 from .heads import ConfidenceHead, MarkovHead
@@ -45,6 +36,7 @@ from .layers import (
     cached_context_masks,
     given_context_masks,
 )
+from .ops import first_argmax
 from .sharing import SharedWeights, resolve_shared_weights, validate_target
 
 Sampler = Callable[[torch.Tensor, int], torch.Tensor]
@@ -351,7 +343,7 @@ class DSparkDraftModel(PreTrainedModel):
                 bias, embedding, state = self.markov_head.step(prev_ids, drafted[:, slot], state)
                 logits[:, slot] += bias
                 embeddings.append(embedding)
-            draft_ids = logits[:, slot].argmax(-1) if sampler is None else sampler(logits[:, slot], slot)
+            draft_ids = first_argmax(logits[:, slot]) if sampler is None else sampler(logits[:, slot], slot)
             prev_ids = self.to_target_ids(draft_ids)
             tokens.append(prev_ids)
         confidence = None
@@ -395,8 +387,8 @@ class DSparkDraftModel(PreTrainedModel):
             ValueError: when files, keys or tensors are missing, unexpected or of the wrong shape, listing them, or
                 when the packaging is not one this package reads.
         """
-        check_auto_kwargs(auto_kwargs)
-        files = open_checkpoint(
+        checkpoints.check_auto_kwargs(auto_kwargs)
+        files = checkpoints.open_checkpoint(
             pretrained_model_name_or_path,
             revision=revision,
             subfolder=subfolder,
@@ -405,22 +397,22 @@ class DSparkDraftModel(PreTrainedModel):
             cache_dir=cache_dir,
             force_download=force_download,
         )
-        file_config, reader = read_config(files, sample_from_anchor=sample_from_anchor)
+        file_config, reader = checkpoints.read_config(files, sample_from_anchor=sample_from_anchor)
         if config is not None and reader.name != "native":
             raise ValueError(f"`config` can only replace that of this package's own saves, not of {reader.name!r}.")
         config = file_config if config is None else copy.deepcopy(config)
-        return cls._from_files(files, reader, config, dtype, single_device(device_map))
+        return cls._from_files(files, reader, config, dtype, checkpoints.single_device(device_map))
 
     @classmethod
-    def _from_files(cls, files: CheckpointFiles, reader, config, dtype, device) -> "DSparkDraftModel":
+    def _from_files(cls, files: checkpoints.CheckpointFiles, reader, config, dtype, device) -> "DSparkDraftModel":
         with torch.device("meta"):
             draft = cls(config)
         expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-        state = load_draft_weights(files, reader.rename(files.tensors), expected, dtype, device)
+        state = checkpoints.load_draft_weights(files, reader.rename(files.tensors), expected, dtype, device)
         draft.load_state_dict(state, strict=True, assign=True)
         config.dtype = draft.dtype
         if draft.d2t is not None:
-            check_vocabulary_map(draft.draft_to_target, config.vocab_size)
+            checkpoints.check_vocabulary_map(draft.draft_to_target, config.vocab_size)
         if files.generation_config is not None and reader.name == "native":
             draft.generation_config = type(draft.generation_config).from_dict(files.generation_config)
         draft.name_or_path = config.name_or_path = files.location
@@ -446,7 +438,7 @@ class DSparkDraftModel(PreTrainedModel):
         if push_to_hub:
             raise ValueError("`push_to_hub=True` is not supported here; call `draft.push_to_hub(repo_id)`.")
         if is_main_process:
-            write_native(self, save_directory, state_dict=state_dict)
+            checkpoints.write_native(self, save_directory, state_dict=state_dict)
 
 
 __all__ = ["DSparkDraftModel", "DSparkOutput", "DraftBlock", "SharedWeights"]

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from ..ops import first_argmax
 from ..sampling import accept_greedy, accept_sampled, draw, residual_weights
 from ..scheduling import confidence_lengths, survival
 from ..stats import GenerationStats, RoundEvent
@@ -144,7 +145,7 @@ class DecodingLoop:
 
         logits = outputs.logits[:, -1].to(device=self.device, dtype=torch.float32)
         scores = self.processors(self.out.ids, self.rows, [self.input_ids.shape[1]] * batch, logits)
-        self.anchors = draw(scores.softmax(-1)) if self.sampling else scores.argmax(-1)
+        self.anchors = draw(scores.softmax(-1)) if self.sampling else first_argmax(scores)
         self.out.write_ids(self.rows, self.anchors[:, None])
         _, finished = self._commit([[token] for token in self.anchors.tolist()], scores, logits, self.rows)
         self._leave(finished, [0] * batch)
@@ -254,7 +255,7 @@ class DecodingLoop:
         where = torch.tensor(starts, device=self.device)[:, None] + torch.minimum(slots, limit[:, None])
         if not self.sampling:
             tokens = drafted.tokens[:, :width] if width else where[:, :0]
-            return accept_greedy(tokens, scores.argmax(-1)[where], limit)
+            return accept_greedy(tokens, first_argmax(scores)[where], limit)
         probabilities = scores.softmax(-1)
         if not width:
             return torch.zeros_like(limit), draw(probabilities[where[:, 0]])

@@ -1,0 +1,23 @@
+"""`first_argmax` against `torch.argmax`, ties included."""
+
+import pytest
+import torch
+
+from dspark_hf.ops import first_argmax
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 512), (2, 4, 1024), (5, 12288), (4, 300), (2, 256)])
+def test_first_argmax_is_argmax(dtype, shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    # few distinct values: nearly every row has ties, of which the first must win
+    scores = torch.randint(0, 40, shape, generator=generator).to(dtype)
+    assert torch.equal(first_argmax(scores), scores.argmax(-1))
+    strided = torch.stack([scores, -scores], dim=-2)[..., 0, :]
+    assert torch.equal(first_argmax(strided), scores.argmax(-1))
+
+
+def test_minus_infinity_rows():
+    scores = torch.full((2, 512), float("-inf"))
+    scores[1, 511] = -5.0
+    assert first_argmax(scores).tolist() == [0, 511]
