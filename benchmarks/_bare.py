@@ -1,94 +1,133 @@
 """What the two forwards of a round cost on their own, outside any generation loop.
 
 A round cannot be cheaper than one forward of the draft over its block plus one forward of the target over the tokens
-to verify. Both are measured here at the shapes of the real run: the draft through `draft_block` with its cache already
+to verify. Both are measured at the shapes of the real run: the draft through `draft_block` with its cache already
 filled, the target through its plain `forward` on a filled `DynamicCache`. Everything a real round costs beyond that
 (extending the draft's context, masks, capture, acceptance, stopping) is overhead.
+
+Machines change speed from minute to minute, so the bare forwards are timed right after each run they are compared with,
+and the ratio is taken run by run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 import torch
-from _common import median_seconds
+from _common import timed
 from transformers import DynamicCache, PreTrainedModel
 
-from dspark_hf import DSparkDraftModel
+from dspark_hf import DSparkDraftModel, GenerationStats
 from dspark_hf._compat import CACHE_KEY
 
 
 @dataclass(frozen=True)
-class BareCost:
-    """Seconds of bare forwards for `rows` rows with `context` tokens each.
+class RoundCost:
+    """One run's rounds beside the bare forwards they consist of. Seconds, summed over the run's rounds.
 
     Attributes:
-        step (`float`): the target over 1 token a row: plain decoding's step.
-        verify (`float`): the target over 1 + `draft_length` tokens a row.
-        draft (`float`): the draft's block, its sequential head run over `draft_length` slots.
+        rounds (`int`): rounds of the run.
+        tau (`float`): tokens a row and round.
+        wall (`float`): the run's wall-clock time without prefill.
+        draft (`float`): bare forwards of the draft over its block.
+        verify (`float`): bare forwards of the target over 1 + l tokens a row.
+        step (`float`): bare forwards of the target over 1 token a row: as many steps of plain decoding.
     """
 
-    rows: int
-    context: int
-    draft_length: int
-    step: float
-    verify: float
+    rounds: int
+    tau: float
+    wall: float
     draft: float
+    verify: float
+    step: float
 
     @property
-    def round(self) -> float:
-        """Seconds a round would take if it were its two forwards and nothing else."""
-        return self.draft + self.verify
+    def overhead(self) -> float:
+        """Wall time over the bare forwards' time."""
+        return self.wall / (self.draft + self.verify)
+
+    @property
+    def ideal_speedup(self) -> float:
+        """Speed-up over plain decoding's bare steps if the overhead were 1."""
+        return self.tau * self.step / (self.draft + self.verify)
 
 
-@torch.no_grad()
-def bare_cost(
-    target: PreTrainedModel, draft: DSparkDraftModel, *, rows: int, context: int, draft_length: int, repeats: int = 9
-) -> BareCost:
-    """Measure one shape.
+class BareForwards:
+    """Times bare forwards of a pair at a fixed context length.
 
     Args:
         target (`PreTrainedModel`), draft (`DSparkDraftModel`): the pair, on one device, in one dtype.
-        rows (`int`): R.
         context (`int`): tokens already in both caches, per row.
-        draft_length (`int`): l; the target verifies 1 + l tokens a row.
-        repeats (`int`, *optional*, defaults to 9): timed runs of each forward; the median counts.
+        repeats (`int`, *optional*, defaults to 3): timed forwards for each figure; their median counts.
     """
-    device = target.device
-    tokens = torch.randint(target.get_input_embeddings().num_embeddings, (rows, context), device=device)
-    cache = DynamicCache()
-    target(input_ids=tokens, use_cache=True, logits_to_keep=1, **{CACHE_KEY: cache})
 
-    def forward(width: int) -> None:
-        positions = torch.arange(context, context + width, device=device).expand(rows, -1)
-        target(input_ids=tokens[:, :width], position_ids=positions, use_cache=True, **{CACHE_KEY: cache})
+    def __init__(self, target: PreTrainedModel, draft: DSparkDraftModel, context: int, *, repeats: int = 3):
+        self.target, self.draft, self.context, self.repeats = target, draft, context, repeats
+        self.shared = draft.shared_weights(target)
+        self._filled: dict[int, tuple[Any, Any, torch.Tensor]] = {}
+        self._warm: set[tuple[int, int]] = set()
+
+    def compare(self, stats: GenerationStats, draft_length: int) -> RoundCost:
+        """Time the bare forwards of a run that has just ended, for every number of rows it ran at.
+
+        Args:
+            stats (`GenerationStats`): of that run alone.
+            draft_length (`int`): l, the constant number of drafted tokens.
+        """
+        rounds = Counter(len(event.rows) for event in stats.round_events)
+        costs = {rows: self.seconds(rows, draft_length) for rows in rounds}
+        draft, verify, step = (sum(times * costs[rows][i] for rows, times in rounds.items()) for i in range(3))
+        wall = stats.seconds - stats.prefill_seconds
+        return RoundCost(stats.rounds, stats.tau, wall=wall, draft=draft, verify=verify, step=step)
+
+    @torch.no_grad()
+    def seconds(self, rows: int, draft_length: int) -> tuple[float, float, float]:
+        """Median seconds of the draft's block, of a verification, and of a plain step, for `rows` rows."""
+        runs = (
+            lambda: self._draft_block(rows, draft_length),
+            lambda: self._target_forward(rows, 1 + draft_length),
+            lambda: self._target_forward(rows, 1),
+        )
+        if (rows, draft_length) not in self._warm:
+            for run in runs:
+                run()
+            self._warm.add((rows, draft_length))
+        times = [[timed(run, self.target.device)[1] for run in runs] for _ in range(self.repeats)]
+        draft, verify, step = (median(column) for column in zip(*times, strict=True))
+        return draft, verify, step
+
+    def _caches(self, rows: int) -> tuple[Any, Any, torch.Tensor]:
+        """Filled caches of target and draft for `rows` rows, and token ids (rows, context)."""
+        if rows not in self._filled:
+            device = self.target.device
+            tokens = torch.randint(self.target.get_input_embeddings().num_embeddings, (rows, self.context))
+            tokens = tokens.to(device)
+            cache = DynamicCache()
+            self.target(input_ids=tokens, use_cache=True, logits_to_keep=1, **{CACHE_KEY: cache})
+            memory = self.draft.new_cache(rows, slots=self.context + self.draft.config.block_size, uniform=True)
+            memory.lengths = torch.full_like(memory.lengths, self.context)
+            self._filled[rows] = (cache, memory, tokens)
+        return self._filled[rows]
+
+    def _target_forward(self, rows: int, width: int) -> None:
+        cache, _, tokens = self._caches(rows)
+        positions = torch.arange(self.context, self.context + width, device=tokens.device).expand(rows, -1)
+        self.target(input_ids=tokens[:, :width], position_ids=positions, use_cache=True, **{CACHE_KEY: cache})
         cache.crop(-width)
 
-    block = draft.config.block_size
-    shared = draft.shared_weights(target)
-    memory = draft.new_cache(rows, slots=context + block, uniform=True)
-    memory.lengths = torch.full_like(memory.lengths, context)
-    positions = torch.arange(context, context + block, device=draft.device).expand(rows, -1)
-
-    def draft_block() -> None:
-        draft.draft_block(
+    def _draft_block(self, rows: int, draft_length: int) -> None:
+        _, memory, tokens = self._caches(rows)
+        end = self.context + self.draft.config.block_size
+        positions = torch.arange(self.context, end, device=self.draft.device).expand(rows, -1)
+        self.draft.draft_block(
             None,
             tokens[:, 0],
             positions,
             cache=memory,
-            shared=shared,
+            shared=self.shared,
             num_tokens=draft_length,
-            kv_length=context + block,
+            kv_length=end,
         )
-
-    def seconds(run) -> float:
-        return median_seconds(run, device, repeats=repeats)
-
-    return BareCost(
-        rows=rows,
-        context=context,
-        draft_length=draft_length,
-        step=seconds(lambda: forward(1)),
-        verify=seconds(lambda: forward(1 + draft_length)),
-        draft=seconds(draft_block),
-    )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ class Batch:
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the software, ready for JSON. Memory in GiB."""
+    """The machine and the software, ready for JSON. Memory in GiB; load: other work on the machine, in cores."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
@@ -51,6 +50,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "memory_gib": None if memory is None else round(memory / 2**30, 1),
         "gpu": gpu,
         "system": f"{platform.system()} {platform.machine()}",
@@ -161,13 +161,6 @@ def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     result = run()
     synchronize(device)
     return result, time.perf_counter() - start
-
-
-def median_seconds(run: Callable[[], Any], device: torch.device, *, repeats: int, warmup: int = 2) -> float:
-    """Median wall-clock seconds of `run()`, after `warmup` runs that do not count."""
-    for _ in range(warmup):
-        run()
-    return median(timed(run, device)[1] for _ in range(repeats))
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

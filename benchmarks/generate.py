@@ -9,14 +9,13 @@ setting) the median over the repeats counts; a line of the table divides all tok
 
 Overhead. What a round costs beyond its two forwards is this package's own doing. So the same shapes are measured bare:
 the draft's block with its cache filled, and a plain forward of the target over 1 + l tokens on a filled cache.
-*overhead* is the wall time of all rounds (prefill left out) over the sum of their bare costs, with the rows that were
-still running in each; *ideal* is the speed-up over plain decoding if it were 1.
+*overhead* is the wall time of a run's rounds (prefill left out) over the sum of their bare costs, with the rows that
+were still running in each; *ideal* is the speed-up over plain decoding if it were 1. Both are medians over all runs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _bare import BareCost, bare_cost
+from _bare import BareForwards, RoundCost
 from _common import Batch, environment, make_batches, model_name, print_table, read_prompts, save_json, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -55,12 +54,14 @@ class Measurement:
         answers (`list[list[int]]`): new tokens of each row, up to and with the end-of-sequence token.
         seconds (`list[float]`): wall-clock seconds of each repeat, prefill included.
         stats (`GenerationStats`, *optional*): of all repeats together; `None` for plain generation.
+        costs (`list[RoundCost]`): of each repeat, in the settings with a constant draft length.
     """
 
     source: str
     answers: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stats: GenerationStats | None = None
+    costs: list[RoundCost] = field(default_factory=list)
 
 
 class Runner:
@@ -74,8 +75,8 @@ class Runner:
         ends = target.generation_config.eos_token_id
         self.ends = set(ends if isinstance(ends, list) else [ends])
 
-    def run(self, setting: Setting, batch: Batch, into: Measurement, **overrides: Any) -> None:
-        """Answer `batch` once and add the result to `into`."""
+    def run(self, setting: Setting, batch: Batch, into: Measurement, **overrides: Any) -> GenerationStats:
+        """Answer `batch` once, add the result to `into`, and return this run's statistics."""
         torch.manual_seed(self.seed)
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **self.options, **overrides}
         if setting.schedule is not None:
@@ -92,6 +93,7 @@ class Runner:
         if setting.schedule is not None:
             into.stats = into.stats or GenerationStats()
             into.stats.add(stats)
+        return stats
 
     def until_end(self, answer: list[int]) -> list[int]:
         """`answer` without the padding behind its end-of-sequence token."""
@@ -188,26 +190,27 @@ def measure(
     # Twice, so that nobody pays for first use: self-check, cost table, allocator, kernels of new shapes.
     for setting in 2 * settings:
         runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=min(16, args.max_new_tokens))
+    # Contexts grow during a run; the middle of the answer stands for all of it.
+    length = median(int(row) for batch in batches for row in batch.attention_mask.sum(1))
+    bare = None if args.no_bare else BareForwards(target, draft, int(length) + args.max_new_tokens // 2)
     measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
     for number, batch in enumerate(batches):
         for repeat in range(args.repeats):
             turn = (number + repeat) % len(settings)
             for setting in settings[turn:] + settings[:turn]:
-                runner.run(setting, batch, measured[setting][number])
+                measurement = measured[setting][number]
+                stats = runner.run(setting, batch, measurement)
+                if bare is not None and setting.schedule == "constant":
+                    measurement.costs.append(bare.compare(stats, setting.draft_length))
 
     results = []
     sources = list(dict.fromkeys(batch.source for batch in batches))
-    # Contexts grow during the run; the middle of the answer stands for all of it.
-    length = median(int(row) for batch in batches for row in batch.attention_mask.sum(1))
-    context = int(length) + args.max_new_tokens // 2
-    bare: dict[tuple[int, int], BareCost] = {}
     for source in [None, *sources] if len(sources) > 1 else [None]:
         chosen = {s: [m for m in measured[s] if source in (None, m.source)] for s in settings}
         for setting in settings:
             result = speed(chosen[setting], chosen[settings[0]])
-            if setting.schedule == "constant" and not args.no_bare:
-                stats = [measurement.stats for measurement in chosen[setting]]
-                result |= overhead(stats, setting.draft_length, context, target, draft, bare)
+            if costs := [cost for measurement in chosen[setting] for cost in measurement.costs]:
+                result |= overhead(costs)
             results.append({"source": source or "all", "setting": setting.name, **asdict(setting), **result})
     return results
 
@@ -246,33 +249,20 @@ def speed(measurements: list[Measurement], plain: list[Measurement]) -> dict[str
     return result
 
 
-def overhead(
-    stats: list[GenerationStats],
-    draft_length: int,
-    context: int,
-    target: PreTrainedModel,
-    draft: DSparkDraftModel,
-    bare: dict[tuple[int, int], BareCost],
-) -> dict[str, Any]:
-    """Wall time of the rounds over the sum of their bare forwards; `bare` keeps what was measured already."""
-    rows = Counter(len(event.rows) for one in stats for event in one.round_events)
-    for count in rows:
-        if (count, draft_length) not in bare:
-            shape = {"rows": count, "context": context, "draft_length": draft_length}
-            bare[count, draft_length] = bare_cost(target, draft, **shape)
-    costs = {count: bare[count, draft_length] for count in rows}
-    wall = sum(one.seconds - one.prefill_seconds for one in stats)
-    forwards = sum(times * costs[count].round for count, times in rows.items())
-    committed = sum(len(ids) for one in stats for event in one.round_events for ids in event.committed)
-    # Plain decoding would have taken a step for each token of a row; rows shrink in step with the rounds.
-    steps = sum(times * costs[count].step for count, times in rows.items())
-    tau = committed / sum(times * count for count, times in rows.items())
+def overhead(costs: list[RoundCost]) -> dict[str, Any]:
+    """Medians over runs: a round's wall time, its bare forwards, their ratio, the speed-up without overhead."""
+
+    def per_round(name: str) -> float:
+        return median(getattr(cost, name) / cost.rounds for cost in costs)
+
     return {
-        "round_seconds": wall / sum(rows.values()),
-        "bare_round_seconds": forwards / sum(rows.values()),
-        "overhead": wall / forwards,
-        "ideal_speedup": tau * steps / forwards,
-        "bare": [asdict(costs[count]) for count in sorted(costs)],
+        "round_seconds": per_round("wall"),
+        "bare_draft_seconds": per_round("draft"),
+        "bare_verify_seconds": per_round("verify"),
+        "bare_step_seconds": per_round("step"),
+        "overhead": median(cost.overhead for cost in costs),
+        "ideal_speedup": median(cost.ideal_speedup for cost in costs),
+        "runs": [asdict(cost) for cost in costs],
     }
 
 

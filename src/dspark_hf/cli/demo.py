@@ -6,6 +6,7 @@ import argparse
 import math
 
 import torch
+from transformers.utils import logging
 
 from ..demo import Comparison, compare, smollm2_folder
 from . import arguments
@@ -37,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand."""
+    logging.disable_progress_bar()  # the demo's models load in a second
     pair = arguments.load_pair(args, args.model or str(smollm2_folder()))
     if args.prompt_ids is not None:
         inputs = arguments.encode_ids(pair, args.prompt_ids)
