@@ -60,6 +60,8 @@ def draft_config(target: torch.nn.Module, head: str | None = "vanilla", **change
         "markov_head_type": head or "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": head is not None,
+        # pipelines compare them with the target's
+        **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     fields.update(changes)
     return DSparkConfig(**fields)
@@ -92,7 +94,6 @@ class PlantedDraft(DSparkDraftModel):
         pattern: tuple[int, ...] = (0, 3, 7),
         labels: list[int] | None = None,
         confidence=None,
-        offset: int = 0,
     ) -> PlantedDraft:
         """Sets what is proposed in the next `generate()` call and forgets the record of the last one.
 
@@ -102,13 +103,11 @@ class PlantedDraft(DSparkDraftModel):
             labels: row numbers to use with `pattern` instead of 0..R-1 (a row that runs alone keeps its number).
             confidence: None (all slots sure), a list of probabilities per slot, or a function
                 `(row, round, tokens [k]) -> list of probabilities`.
-            offset: what the caller added to its `position_ids`.
         """
         self.references = [list(reference) for reference in references]
         self.pattern = tuple(pattern)
         self.labels = list(range(len(references))) if labels is None else labels
         self.confidence = confidence
-        self.offset = offset
         self.round_of_row = defaultdict(int)
         self.calls = []
         self.contexts = []
@@ -126,7 +125,7 @@ class PlantedDraft(DSparkDraftModel):
             context_hidden, anchor_ids, position_ids, cache=cache, sampler=None, num_tokens=num_tokens, **kwargs
         )
         rows = list(range(len(anchor_ids))) if cache is None else cache.rows.tolist()
-        anchors = (position_ids[:, -self.config.block_size] - self.offset).tolist()
+        anchors = position_ids[:, -self.config.block_size].tolist()
         width = block.tokens.shape[1]
         logits = torch.zeros_like(block.logits)
         tokens = torch.empty_like(block.tokens)

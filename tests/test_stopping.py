@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 LENGTHS = (3, 7, 12)
 PATTERNS = [(7,), (0, 3, 7)]
+UNSEEN = 10_000  # an EOS id that no target has
 
 
 class Recorder(BaseStreamer):
@@ -137,9 +138,13 @@ def test_stop_strings_at_every_offset(kind):
 
 
 @pytest.mark.exactness
+@pytest.mark.parametrize("eos", [None, [UNSEEN]])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_stop_strings_in_a_batch(pattern):
-    """Every row stops at another offset, by another string."""
+def test_stop_strings_in_a_batch(pattern, eos):
+    """Every row stops at another offset, by another string.
+
+    Without any EOS id plain generate lets stopped rows run on until all have stopped; with one it pads them.
+    """
     target, rows = target_and_rows(seed=2)
     continuations = plain_greedy(target, rows, 64)
     tokenizer = byte_tokenizer()
@@ -147,7 +152,7 @@ def test_stop_strings_in_a_batch(pattern):
     assert all(len(text) == 64 for text in texts)
     for offset in range(1, 9):
         stops = [texts[0][offset : offset + 1], texts[1][offset + 5 : offset + 7], texts[2][2 * offset : 2 * offset + 3]]
-        kwargs = {"stop_strings": stops, "tokenizer": tokenizer}
+        kwargs = {"stop_strings": stops, "tokenizer": tokenizer, "eos_token_id": eos}
         output = assisted(target, planted_for(target, rows, pattern=pattern), rows, **kwargs)
         assert torch.equal(output.sequences, plain_batch(target, rows, **kwargs)), offset
 
@@ -173,11 +178,12 @@ class LengthStops(StoppingCriteria):
 
 
 @pytest.mark.exactness
+@pytest.mark.parametrize("eos", [None, [UNSEEN]])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("criteria", [[SumStops(11)], [SumStops(23)], [LengthStops(29)], [SumStops(31), LengthStops(40)]])
-def test_custom_criteria(criteria, pattern):
+def test_custom_criteria(criteria, pattern, eos):
     target, rows = target_and_rows(seed=3)
-    kwargs = {"stopping_criteria": StoppingCriteriaList(criteria)}
+    kwargs = {"stopping_criteria": StoppingCriteriaList(criteria), "eos_token_id": eos}
     output = assisted(target, planted_for(target, rows, pattern=pattern), rows, **kwargs)
     expected = plain_batch(target, rows, **kwargs)
     assert torch.equal(output.sequences, expected)

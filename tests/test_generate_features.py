@@ -1,0 +1,497 @@
+"""What plain `generate()` offers works with a draft and gives what plain batched `generate()` gives (cases 12, 13, 14)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from byte_tokenizer import byte_tokenizer
+from packaging import version
+from planted import planted_draft, planted_for, random_draft
+from running import BATCHED_PATHS, assisted, new_tokens, plain_batch
+from targets import PAD_TOKEN_ID, build, clear_prompts, left_pad, plain_greedy
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, TextIteratorStreamer, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from dspark_hf import record_generation
+
+
+pytestmark = pytest.mark.exactness
+
+LENGTHS = (3, 7, 12)
+CACHE = "cache" if version.parse(transformers.__version__) >= version.parse("5.24.0.dev0") else "past_key_values"
+
+
+class ParityBan(LogitsProcessor):
+    """Bans tokens of one parity, by the length of the prefix and by each row's own last token."""
+
+    def __call__(self, input_ids, scores):
+        parity = (input_ids.shape[1] + input_ids[:, -1:]) % 2
+        banned = torch.arange(scores.shape[1])[None] % 2 == parity
+        return scores.masked_fill(banned, float("-inf"))
+
+
+class CountPenalty(LogitsProcessor):
+    """Lowers every token by how often the row holds it, prompt and padding included."""
+
+    def __call__(self, input_ids, scores):
+        counts = torch.zeros_like(scores).scatter_add(1, input_ids, torch.ones_like(input_ids, dtype=scores.dtype))
+        return scores - 1.5 * counts
+
+
+def allowed_tokens(batch_id: int, ids: torch.Tensor) -> list[int]:
+    """Depends on the row and on the prefix's last token and length."""
+    return [t for t in range(96) if (t + batch_id + ids.shape[0] + int(ids[-1])) % 3]
+
+
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.4},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
+    "min_length": {"min_length": 30, "eos_token_id": [5, 17, 33, 60]},
+    "min_new_tokens": {"min_new_tokens": 15, "eos_token_id": [5, 17, 33, 60]},
+    "bad_words_ids": {"bad_words_ids": [[7], [11, 12], [40, 41, 42], [64], [80, 3]]},
+    "suppress_tokens": {"suppress_tokens": list(range(3, 96, 5))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(0, 96, 2))},
+    "forced_bos_token_id": {"forced_bos_token_id": 44},
+    "forced_eos_token_id": {"forced_eos_token_id": 23},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 61},
+    "sequence_bias": {"sequence_bias": [[[9], 4.0], [[12, 30], -6.0], [[55], 3.0], [[71, 72], 5.0]]},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": allowed_tokens},
+    "remove_invalid_values": {"remove_invalid_values": True, "renormalize_logits": True},
+    "custom by prefix": {"logits_processor": LogitsProcessorList([ParityBan()])},
+    "custom by count": {"logits_processor": LogitsProcessorList([CountPenalty()])},
+    "all together": {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "suppress_tokens": [6, 66],
+        "min_new_tokens": 12,
+        "eos_token_id": [5, 17, 33, 60],
+        "logits_processor": LogitsProcessorList([CountPenalty(), ParityBan()]),
+    },
+}
+
+
+def plan_of(target, rows, sequences: torch.Tensor, **plan):
+    """A planted draft that proposes what plain generate made of each row."""
+    width = max(len(row) for row in rows)
+    return planted_draft(target).plan([row + seq[width:].tolist() for row, seq in zip(rows, sequences, strict=True)], **plan)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_logits_processors(processor, name):
+    """Case 12: each must see the true prefix at its true padded length, at every position of a block."""
+    target = build(name, "eager" if name == "gemma2" else "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    kwargs = {**PROCESSORS[processor], "max_new_tokens": 40}
+    expected = plain_batch(target, rows, **kwargs)
+    output = assisted(target, plan_of(target, rows, expected), rows, **kwargs)
+    assert torch.equal(output.sequences, expected)
+    assert output.dspark_stats.path in BATCHED_PATHS
+    assert output.dspark_stats.accepted >= 2 * output.dspark_stats.rounds
+
+
+def test_a_processor_that_runs_the_model_is_refused_or_right():
+    """Classifier-free guidance keeps a cache of its own: never a wrong answer."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, (6,), 64)
+    kwargs = {"guidance_scale": 1.5, "max_new_tokens": 20}
+    expected = plain_batch(target, rows, **kwargs)
+    try:
+        output = assisted(target, plan_of(target, rows, expected), rows, **kwargs)
+    except ValueError as error:
+        assert "UnbatchedClassifierFreeGuidanceLogitsProcessor" in str(error) or "guidance_scale" in str(error)
+    else:
+        assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize("eos", [None, "early"])
+@pytest.mark.parametrize("kwargs", [{}, {"repetition_penalty": 1.3}])
+def test_scores_and_logits(kwargs, eos):
+    """Case 13: one entry per new token per row, equal within 1e-4, and nothing else in the output."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    free = plain_batch(target, rows, **kwargs)[:, max(LENGTHS) :].tolist()
+    if eos is not None:
+        kwargs = {**kwargs, "eos_token_id": [free[2][5], free[0][13], free[1][20]]}
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 32}
+    expected = plain_batch(target, rows, **kwargs, **asked)
+    draft = plan_of(target, rows, expected.sequences)
+    output = target.generate(**left_pad(rows), assistant_model=draft, **kwargs, **asked)
+    assert torch.equal(output.sequences, expected.sequences)
+    steps = expected.sequences.shape[1] - max(LENGTHS)
+    assert len(output.scores) == len(output.logits) == len(expected.scores) == steps
+    ended = torch.zeros(len(rows), dtype=torch.bool)
+    for step in range(steps):
+        for got, want in ((output.scores[step], expected.scores[step]), (output.logits[step], expected.logits[step])):
+            assert got.shape == want.shape and got.dtype == want.dtype
+            torch.testing.assert_close(got[~ended], want[~ended], atol=1e-4, rtol=0)
+        if eos is not None:
+            ended |= torch.isin(expected.sequences[:, max(LENGTHS) + step], torch.tensor(kwargs["eos_token_id"]))
+    assert output.hidden_states is None and output.attentions is None
+
+
+def test_transition_scores():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    asked = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 20}
+    output = target.generate(**left_pad(rows), assistant_model=planted_for(target, rows), **asked)
+    expected = target.generate(**left_pad(rows), **asked)
+    got, want = (
+        target.compute_transition_scores(o.sequences, o.scores, normalize_logits=True) for o in (output, expected)
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+class Recorder(BaseStreamer):
+    """Keeps the chunks as plain generate's callers see them."""
+
+    def __init__(self):
+        self.chunks, self.ends = [], 0
+
+    def put(self, value):
+        assert self.ends == 0
+        self.chunks.append(value.clone())
+
+    def end(self):
+        self.ends += 1
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("eos", [None, 9])
+def test_streamer_calls_equal_plain(size, eos):
+    """Case 14: the same chunks in the same shapes, one end."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)[:size]
+    continuations = plain_greedy(target, rows, 64)
+    kwargs = {} if eos is None else {"eos_token_id": sorted({c[eos + r] for r, c in enumerate(continuations)})}
+    plain_recorder, recorder = Recorder(), Recorder()
+    plain_batch(target, rows, streamer=plain_recorder, **kwargs)
+    assisted(target, planted_for(target, rows), rows, streamer=recorder, **kwargs)
+    assert [chunk.tolist() for chunk in recorder.chunks] == [chunk.tolist() for chunk in plain_recorder.chunks]
+    assert recorder.ends == plain_recorder.ends == 1
+
+
+def test_text_streamers():
+    """The joined text equals the final text."""
+    target, tokenizer = build("qwen3", "sdpa"), byte_tokenizer()
+    rows = clear_prompts(target, (7,), 64)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    output = assisted(target, planted_for(target, rows), rows, streamer=streamer)
+    assert "".join(streamer) == tokenizer.decode(new_tokens(output, rows)[0])
+
+
+def test_text_streamer_refuses_batches(capsys):
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    with pytest.raises(ValueError, match="batch size 1"):
+        assisted(target, planted_for(target, rows), rows, streamer=TextStreamer(byte_tokenizer()))
+
+
+class RoundRecorder(Recorder):
+    """Also takes the rounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.rounds = []
+
+    def on_round(self, event):
+        self.rounds.append(event)
+
+
+def test_on_round():
+    """One event per round, and their committed tokens are the text without its first token."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    recorder = RoundRecorder()
+    output = assisted(target, planted_for(target, rows), rows, streamer=recorder)
+    stats = output.dspark_stats
+    assert [event.index for event in recorder.rounds] == list(range(stats.rounds))
+    committed = [[token] for token in output.sequences[:, max(LENGTHS)].tolist()]
+    for event in recorder.rounds:
+        assert event.draft_seconds >= 0 and event.verify_seconds > 0
+        for i, row in enumerate(event.rows):
+            committed[row] += event.committed[i]
+            length, accepted = event.verify_lengths[i], event.accepted[i]
+            assert len(event.committed[i]) == accepted + 1 and accepted <= length <= len(event.drafted[i])
+            assert event.committed[i][:accepted] == event.drafted[i][:accepted]
+    assert committed == new_tokens(output, rows)
+
+
+def test_statistics_add_up():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    with record_generation() as recorded:
+        first = assisted(target, planted_for(target, rows), rows).dspark_stats
+        second = assisted(target, planted_for(target, rows[:1]), rows[:1]).dspark_stats
+    assert first.new_tokens == 3 * 64 and second.new_tokens == 64
+    assert recorded.new_tokens == 4 * 64
+    assert recorded.rounds == first.rounds + second.rounds
+    assert recorded.accepted == first.accepted + second.accepted
+    for stats in (first, second):
+        assert stats.accepted == sum(sum(lengths) for lengths in stats.accepted_lengths)
+        assert len(stats.acceptance_by_position) == 7
+        assert stats.draft_seconds > 0 and stats.verify_seconds > 0 and stats.other_seconds >= 0
+    row_rounds = sum(len(event.rows) for event in first.round_events)
+    assert first.tau == pytest.approx((first.accepted + row_rounds) / row_rounds)
+
+
+def test_num_return_sequences_greedy():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    draft = planted_for(target, rows, copies=2)
+    output = assisted(target, draft, rows, num_return_sequences=2, do_sample=True, temperature=1e-6, top_k=0)
+    expected = [c for c in plain_greedy(target, rows, 64) for _ in range(2)]
+    assert new_tokens(output, rows) == expected
+    assert output.dspark_stats.accepted > 50
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_position_ids_of_the_caller(name, shift):
+    """The draft counts from its own zero: rotary positions are relative, and the shift is nothing to it."""
+    target = build(name, "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    inputs = left_pad(rows)
+    positions = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp_min(0) + shift
+    expected = target.generate(**inputs, position_ids=positions.clone(), max_new_tokens=40)
+    draft = plan_of(target, rows, expected)
+    output = target.generate(**inputs, position_ids=positions, max_new_tokens=40, assistant_model=draft)
+    assert torch.equal(output, expected)
+    assert sum(len(call["rows"]) for call in draft.calls) < 40 * 3 / 2
+
+
+def test_no_attention_mask():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, (6, 6, 6), 64)
+    input_ids = torch.tensor(rows)
+    expected = target.generate(input_ids=input_ids, max_new_tokens=40)
+    output = target.generate(input_ids=input_ids, max_new_tokens=40, assistant_model=planted_for(target, rows))
+    assert torch.equal(output, expected)
+
+
+def test_positional_inputs_and_plain_tensor_output():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, (6,), 64)
+    output = target.generate(torch.tensor(rows), max_new_tokens=16, assistant_model=planted_for(target, rows))
+    assert isinstance(output, torch.Tensor)
+    assert output[0].tolist() == rows[0] + plain_greedy(target, rows, 64)[0][:16]
+
+
+def next_turn(sequences: torch.Tensor, mask: torch.Tensor, extra: list[list[int]]):
+    """Inputs of a second turn: everything so far, then new tokens of each row."""
+    new = torch.tensor(extra)
+    seen = torch.ones(len(extra), sequences.shape[1] - mask.shape[1], dtype=torch.long)
+    return torch.cat([sequences, new], dim=1), torch.cat([mask, seen, torch.ones_like(new)], dim=1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("first", ["plain", "assisted"])
+@pytest.mark.parametrize("second", ["plain", "assisted"])
+def test_cache_of_an_earlier_turn(first, second, name, size):
+    """A cache handed in and the cache handed back, between plain and assisted turns in every order."""
+    if first == second == "plain":
+        pytest.skip("that is the reference")
+    target = build(name, "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)[:size]
+    inputs = left_pad(rows)
+    kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True}
+    one = target.generate(**inputs, **kwargs, assistant_model=planted_for(target, rows) if first == "assisted" else None)
+    extra = [[40 + row, 8, 77, 21] for row in range(size)]
+    ids, mask = next_turn(one.sequences, inputs["attention_mask"], extra)
+    expected = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20)
+    cache = one[CACHE]
+    assert cache is not None and cache.get_seq_length() == one.sequences.shape[1] - 1
+    draft = None
+    if second == "assisted":
+        texts = [[t for t, m in zip(i, k, strict=True) if m] for i, k in zip(ids.tolist(), mask.tolist(), strict=True)]
+        draft = planted_draft(target)
+        draft.plan([text + e[ids.shape[1] :] for text, e in zip(texts, expected.tolist(), strict=True)])
+    two = target.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=20, assistant_model=draft, return_dict_in_generate=True,
+        **{CACHE: cache},
+    )  # fmt: skip
+    assert torch.equal(two.sequences, expected)
+    if second == "assisted":
+        assert two.dspark_stats.accepted >= two.dspark_stats.rounds
+
+
+def test_an_empty_cache_handed_in():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    output = assisted(target, planted_for(target, rows), rows, **{CACHE: DynamicCache(config=target.config)})
+    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
+
+
+@pytest.mark.parametrize("kwargs", [{"use_cache": False}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}])
+def test_cache_options_do_not_change_the_output(kwargs):
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    output = assisted(target, planted_for(target, rows), rows, **kwargs)
+    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
+
+
+def test_inputs_embeds():
+    """Without ids: the output holds new tokens only, as plain generate's does."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, (6,), 64)
+    embeds = target.get_input_embeddings()(torch.tensor(rows))
+    expected = target.generate(inputs_embeds=embeds, max_new_tokens=20)
+    try:
+        output = target.generate(inputs_embeds=embeds, max_new_tokens=20, assistant_model=planted_for(target, rows))
+    except ValueError as error:
+        assert "inputs_embeds" in str(error)
+    else:
+        assert torch.equal(output, expected)
+
+
+def test_pipeline():
+    """The pipeline knows nothing of drafts; statistics come through `record_generation`."""
+    target, tokenizer = build("qwen3", "sdpa"), byte_tokenizer()
+    pipe = transformers.pipeline("text-generation", model=target, tokenizer=tokenizer)
+    texts = ["hello you", "ab", "what is it?"]
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    expected = [tokenizer.decode(c, skip_special_tokens=True) for c in plain_greedy(target, rows, 24)]
+    draft = planted_for(target, rows, 24)
+    with record_generation() as stats:
+        outputs = transformers.pipeline(
+            "text-generation", model=target, tokenizer=tokenizer, assistant_model=draft
+        )(texts, batch_size=3, max_new_tokens=24, return_full_text=False, do_sample=False)  # fmt: skip
+    assert [output[0]["generated_text"] for output in outputs] == expected
+    assert stats.new_tokens >= 3 * 24 and stats.accepted > 20
+    draft = planted_for(target, rows, 24)
+    outputs = pipe(texts, batch_size=3, max_new_tokens=24, return_full_text=False, do_sample=False, assistant_model=draft)
+    assert [output[0]["generated_text"] for output in outputs] == expected
+
+
+class LoraLinear(torch.nn.Module):
+    """What an adapter does to a projection."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base_layer = base
+        generator = torch.Generator().manual_seed(1)
+        self.down = torch.randn(4, base.in_features, generator=generator) * 0.1
+        self.up = torch.randn(base.out_features, 4, generator=generator) * 0.1
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + hidden @ self.down.T @ self.up.T
+
+
+class Wrapped(torch.nn.Module):
+    """Delegates to the model inside, as adapter libraries do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+    def generate(self, *args, **kwargs):
+        return self.base_model.generate(*args, **kwargs)
+
+
+def test_adapted_target():
+    """Adapters change the target's modules in place and wrap the model."""
+    target = build("llama", "sdpa", seed=17)  # an object of its own: it is changed here
+    for layer in target.model.layers:
+        for name in ("q_proj", "v_proj"):
+            if not isinstance(getattr(layer.self_attn, name), LoraLinear):
+                setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name)))
+    rows = clear_prompts(target, LENGTHS, 64)
+    output = Wrapped(target).generate(
+        **left_pad(rows), assistant_model=planted_for(target, rows), max_new_tokens=64, return_dict_in_generate=True
+    )
+    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
+    assert output.dspark_stats.path in BATCHED_PATHS
+
+
+def test_peft():
+    peft = pytest.importorskip("peft", reason="peft is not installed; `test_adapted_target` covers the mechanism")
+    target = peft.get_peft_model(
+        build("llama", "sdpa", seed=18), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    ).eval()
+    rows = clear_prompts(target, LENGTHS, 64)
+    output = assisted(target, planted_for(target, rows), rows)
+    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
+
+
+def test_dynamically_quantised_target():
+    """Linear layers of another class: nothing in the runtime may look at their weights."""
+    target = build("llama", "eager", seed=19)
+    head = target.lm_head
+    try:
+        quantised = torch.ao.quantization.quantize_dynamic(target, {torch.nn.Linear}, dtype=torch.qint8)
+    except (RuntimeError, NotImplementedError) as error:
+        pytest.skip(f"dynamic quantisation is not available here: {error}")
+    quantised.lm_head = head
+    # int8 activations are quantised per tensor, so a row's output depends on its batch: one row, and its own length.
+    rows = [[5, 9, 33, 61]]
+    expected = plain_batch(quantised, rows, max_new_tokens=12)
+    output = assisted(quantised, random_draft(quantised, seed=1), rows, max_new_tokens=12)
+    assert output.sequences.shape == expected.shape
+
+
+@pytest.mark.parametrize("known", [80, 96])
+def test_padded_vocabulary(known):
+    """The target's embedding and head have rows behind the draft's vocabulary; plain generate may choose them too."""
+    target = build("qwen3", "sdpa", vocab_size=128)
+    rows = clear_prompts(target, LENGTHS, 64)
+    continuations = plain_greedy(target, rows, 64)
+    assert max(max(c) for c in continuations) >= 96
+    draft = random_draft(target, vocab_size=known, draft_vocab_size=known, mask_token_id=70)
+    output = assisted(target, draft, rows)
+    assert new_tokens(output, rows) == continuations
+
+
+def test_reduced_draft_vocabulary():
+    """Draft ids map to target ids; tokens outside the draft's vocabulary are simply never proposed."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    draft = random_draft(target, draft_vocab_size=32, stores_head=True)
+    draft.d2t.copy_(torch.arange(32) * 2 + 1)  # draft id i is target id 3 i + 1
+    output = assisted(target, draft, rows)
+    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
+    drafted = {token for event in output.dspark_stats.round_events for tokens in event.drafted for token in tokens}
+    assert drafted <= set(range(1, 96, 3)) and len(drafted) > 5
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_beams": 2},
+        {"num_beams": 2, "do_sample": True},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"output_attentions": True, "return_dict_in_generate": True},
+        {"output_hidden_states": True, "return_dict_in_generate": True},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 2},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_what_cannot_be_done_raises(kwargs):
+    """Transformers would silently ignore the draft, or leave the output out."""
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    draft = planted_for(target, rows)
+    with pytest.raises((ValueError, NotImplementedError)):
+        target.generate(**left_pad(rows), assistant_model=draft, max_new_tokens=8, **kwargs)
+    assert draft.calls == []
+
+
+def test_the_users_configs_are_not_written_to():
+    target = build("qwen3", "sdpa")
+    rows = clear_prompts(target, LENGTHS, 64)
+    draft = planted_for(target, rows)
+    before = [target.generation_config.to_dict(), target.config.to_dict(), draft.generation_config.to_dict(), draft.config.to_dict()]
+    config = transformers.GenerationConfig(max_new_tokens=20, pad_token_id=PAD_TOKEN_ID, num_assistant_tokens=3)
+    given = config.to_dict()
+    target.generate(**left_pad(rows), assistant_model=draft, generation_config=config)
+    after = [target.generation_config.to_dict(), target.config.to_dict(), draft.generation_config.to_dict(), draft.config.to_dict()]
+    assert after == before
+    assert config.to_dict() == given
