@@ -242,19 +242,25 @@ def test_scout_draft_drafts_what_it_was_recorded_to_draft(scout_folder, smollm2_
     target = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
     draft = DSparkDraftModel.from_pretrained(scout_folder, dtype=torch.float32)
     draft.validate_target(target)
+    # It was recorded with the target's float32 rows as head; the file holds them in bfloat16.
+    draft.lm_head.weight.data = target.lm_head.weight.data[draft.draft_to_target]
+    shared = draft.shared_weights(target)
     for recorded in json.loads((scout_folder / "golden.json").read_text()):
-        ids = torch.tensor([recorded["prompt_ids"]])
+        ids, expected = torch.tensor([recorded["prompt_ids"]]), recorded["first_round"]
         with torch.no_grad():
             output = target(input_ids=ids, output_hidden_states=True)
-        taps = torch.cat([output.hidden_states[tap + 1] for tap in draft.config.target_layer_ids], dim=-1)
-        expected = recorded["first_round"]
-        anchor = output.logits[:, -1].argmax(-1)
-        block = draft.draft_block(
-            taps, anchor, torch.arange(ids.shape[1] + 7)[None], shared=draft.shared_weights(target)
-        )
-        assert anchor.tolist() == [expected["anchor"]]
-        # The demo's target is a 4-bit copy of the recorded one, so numbers are near and tokens may flip at the end.
-        assert block.tokens[0, :2].tolist() == expected["drafted"][:2]
+            taps = torch.cat([output.hidden_states[tap + 1] for tap in draft.config.target_layer_ids], dim=-1)
+            anchor, positions = output.logits[:, -1].argmax(-1), torch.arange(ids.shape[1] + 7)[None]
+            block = draft.draft_block(taps, anchor, positions, shared=shared)
+            block_ids = torch.tensor([[anchor.item()] + [draft.config.mask_token_id] * 6])
+            base_logits = draft(block_ids, taps, positions, shared=shared).base_logits
+        assert anchor.tolist() == [expected["anchor"]] and block.tokens[0].tolist() == expected["drafted"]
+        for actual, wanted, tolerance in (
+            (block.confidence_logits[0], expected["confidence_logits"], 1e-4),
+            (block.logits[0].amax(-1), expected["top_corrected_logit"], 1e-3),
+            (base_logits[0].sum(-1), expected["base_logits_row_sums"], 1.0),  # sums of 12,288 logits
+        ):
+            torch.testing.assert_close(actual, torch.tensor(wanted), atol=tolerance, rtol=0)
 
 
 # Own saves --------------------------------------------------------------------------------------------------
@@ -331,6 +337,7 @@ def test_bad_settings_are_not_saved(tmp_path):
 @pytest.mark.parametrize("source", [DEEPSPEC, GEMMA], ids=["qwen3", "gemma4"])
 def test_deepspec_layout_round_trip(source, tmp_path):
     draft = DSparkDraftModel.from_pretrained(source)
+    draft.config.confidence_calibration = {"temperature": [1.5] * 7, "shift": [0.1] * 7}
     write_deepspec(draft, tmp_path)
     loaded = DSparkDraftModel.from_pretrained(tmp_path)
     assert load_checkpoint_config(tmp_path)[1].name == "deepspec" and same_weights(draft, loaded)

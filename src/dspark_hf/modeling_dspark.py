@@ -410,6 +410,9 @@ class DSparkDraftModel(PreTrainedModel):
         expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
         state = checkpoints.load_draft_weights(files, reader.rename(files.tensors), expected, dtype, device)
         draft.load_state_dict(state, strict=True, assign=True)
+        for copied in (draft.embed_tokens, draft.lm_head):
+            if copied is not None:
+                copied.requires_grad_(False)  # frozen in training; makes them shareable with the target
         config.dtype = draft.dtype
         if draft.d2t is not None:
             checkpoints.check_vocabulary_map(draft.draft_to_target, config.vocab_size)

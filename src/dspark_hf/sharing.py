@@ -3,7 +3,8 @@
 A draft is trained with the target's token embedding and output head frozen (arXiv 2607.05147, section 3.3), so a
 checkpoint may leave both out, or store copies of them. Borrowed weights are handed to each call and never kept on the
 draft: one draft may serve two targets in two threads. Stored copies that turn out to be equal to the target's are
-re-pointed to the target's memory, so a large vocabulary is not held twice.
+re-pointed to the target's memory, so a large vocabulary is not held twice; not while they are being trained, since
+that would train the target too.
 """
 
 import weakref
@@ -89,7 +90,9 @@ def _check_borrowed(what: str, weight: torch.Tensor | None, config: DSparkConfig
 def _share_storage(draft: "DSparkDraftModel", target: nn.Module, name: str, weight: torch.Tensor | None) -> None:
     """Re-points the draft's stored copy to the target's memory when both are equal; compares once per target."""
     own = getattr(draft, name).weight
-    if draft.training or not isinstance(weight, torch.Tensor) or own.data_ptr() == weight.data_ptr():
+    if draft.training or own.requires_grad or not isinstance(weight, torch.Tensor):
+        return
+    if own.data_ptr() == weight.data_ptr():
         return
     if own.shape != weight.shape or own.dtype != weight.dtype or own.device != weight.device:
         return
@@ -98,8 +101,7 @@ def _share_storage(draft: "DSparkDraftModel", target: nn.Module, name: str, weig
         return
     seen.add(target)
     if torch.equal(own, weight):
-        shared = nn.Parameter(weight.detach(), requires_grad=own.requires_grad)
-        getattr(draft, name).weight = shared
+        own.data = weight.data
 
 
 def validate_target(draft: "DSparkDraftModel", target: nn.Module) -> None:

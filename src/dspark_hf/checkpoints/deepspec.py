@@ -48,6 +48,7 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
         markov_head_type=config.get("markov_head_type", "vanilla") if rank else "vanilla",
         enable_confidence_head=confidence,
         confidence_head_with_markov=config.get("confidence_head_with_markov", rank > 0) if confidence else rank > 0,
+        confidence_calibration=config.get("confidence_calibration") if confidence else None,
         bos_token_id=config.get("bos_token_id"),
         eos_token_id=config.get("eos_token_id"),
         pad_token_id=config.get("pad_token_id"),

@@ -70,7 +70,6 @@ def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
         "sliding layers": "sliding_attention" in config.layer_types,
         "no query/key norms": not config.qk_norm,
         "biases on part of the projections": config.mlp_bias or config.attention_output_bias != config.attention_bias,
-        "`confidence_calibration`": config.confidence_calibration is not None,
         "no stored embedding or head": not (config.stores_embedding and config.stores_head),
     }
     if any(obstacles.values()):
@@ -95,7 +94,9 @@ def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
         "num_target_layers": config.num_target_layers,
         "pad_token_id": config.pad_token_id,
         "rms_norm_eps": config.rms_norm_eps,
+        # Two spellings of the block layout: without them, engines differ in what they assume.
         "sample_from_anchor": True,
+        "dspark_bonus_anchor": False,
         "target_layer_ids": list(config.target_layer_ids),
         "tie_word_embeddings": False,
         "use_cache": True,
@@ -105,6 +106,8 @@ def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
         fields["markov_head_type"] = config.markov_head_type
     if config.enable_confidence_head:
         fields["confidence_head_with_markov"] = config.confidence_head_with_markov
+    if config.confidence_calibration is not None:
+        fields["confidence_calibration"] = config.confidence_calibration  # ours; other readers pass over it
     return fields | (_gemma4_keys(config) if config.backbone == "gemma4" else _qwen3_keys(config))
 
 
@@ -116,6 +119,7 @@ def _qwen3_keys(config: DSparkConfig) -> dict[str, Any]:
         "hidden_act": config.hidden_act,
         "num_key_value_heads": config.num_key_value_heads,
         "rope_parameters": dict(config.rope_parameters),
+        "rope_theta": config.rope_parameters["rope_theta"],  # the older spelling, for engines on Transformers 4
         "sliding_window": None,
         "use_sliding_window": False,
     }
