@@ -469,6 +469,8 @@ def test_dflash_of_unknown_layout_is_asked_for(folder):
         ({}, "layers.0.self_attn.kv_a_proj_with_mqa.weight", "latent-attention"),
         ({}, "markov_w1.weight", "ModelOpt"),
         ({"quantization_config": {"quant_method": "fp8"}}, None, "quantised"),
+        ({"is_causal": True}, None, "`is_causal` True, which is not supported"),
+        ({"rope_is_neox_style": False}, None, "`rope_is_neox_style` False, which is not supported"),
     ],
 )
 def test_packagings_that_are_recognised_but_not_read(folder, changes, tensor, message):

@@ -37,6 +37,20 @@ class Reader:
     rename: Callable[[Tensors], dict[str, str]]
 
 
+# Keys that change the computation in a way the draft's layers do not have, with the only value that does not.
+NEUTRAL = {
+    "is_causal": False,
+    "dflash_query_causal": False,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "attention_sink_bias": False,
+    "use_attention_sinks": False,
+    "logit_scale": 1.0,
+    "output_multiplier": 1.0,
+    "attention_value_scale": 1.0,
+}
+
+
 def detect_reader(files: CheckpointFiles) -> Reader:
     """The reader for an opened checkpoint.
 
@@ -90,6 +104,9 @@ def _refusal(config: dict[str, Any], tensors: Tensors) -> str | None:
         return "has quantised weights; only float32, bfloat16 and float16 drafts are read."
     if _any_name(tensors, "markov_w1.") or _any_name(tensors, "logit_head."):
         return "names its heads as ModelOpt or an early SpecForge does, which is not read yet."
+    for key, neutral in NEUTRAL.items():
+        if config.get(key, neutral) not in (neutral, None):
+            return f"has `{key}` {config[key]!r}, which is not supported."
     if "dflash_config" in config and "target_layer_ids" not in config and speculator is None:
         return (
             "keeps its draft settings in `dflash_config` (SpecForge, ModelOpt or z-lab packaging), which is not read "
