@@ -22,7 +22,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 # "dynamic" and "longrope" choose frequencies by the sequence length of a call; keys cached in earlier rounds would
 # then disagree with those of later ones.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
-SCHEDULES = ("constant", "confidence", "throughput")
+SCHEDULES = ("constant", "confidence", "survival", "throughput")
 
 
 class DSparkConfig(PreTrainedConfig):

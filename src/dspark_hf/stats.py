@@ -23,6 +23,10 @@ class RoundEvent:
         accepted (`list[int]`): Drafted tokens kept.
         committed (`list[list[int]]`): Token ids added to each row, the target's own last token included.
         draft_seconds, verify_seconds (`float`): Wall time of the draft and of the target's forward.
+        load (`int`): Rows that other calls were decoding on the same target.
+        expected_tokens (`float`, *optional*): Tokens the confidences promised for the round, over all rows.
+        expected_seconds (`float`, *optional*): What the cost table predicted for the round.
+        plain_seconds (`float`, *optional*): What it says of one step of plain decoding.
     """
 
     index: int
@@ -35,6 +39,18 @@ class RoundEvent:
     committed: list[list[int]]
     draft_seconds: float
     verify_seconds: float
+    load: int = 0
+    expected_tokens: float | None = None
+    expected_seconds: float | None = None
+    plain_seconds: float | None = None
+
+    @property
+    def time_saved(self) -> float | None:
+        """Seconds that plain decoding would have needed beyond those spent; None without a cost table."""
+        if self.plain_seconds is None:
+            return None
+        steps = sum(map(len, self.committed)) / len(self.rows)
+        return steps * self.plain_seconds - self.draft_seconds - self.verify_seconds
 
 
 @dataclass
@@ -108,6 +124,25 @@ class GenerationStats:
         return [k / t for k, t in zip(kept, tried)]
 
     @property
+    def share_without_draft(self) -> float:
+        """Share of rounds in which nothing was drafted."""
+        return sum(not any(event.drafted) for event in self.round_events) / self.rounds if self.rounds else 0.0
+
+    @property
+    def expected_tau(self) -> float | None:
+        """The τ that the confidences promised; None where some round had none."""
+        expected = [event.expected_tokens for event in self.round_events]
+        if not expected or None in expected:
+            return None
+        return sum(expected) / sum(len(event.rows) for event in self.round_events)
+
+    @property
+    def time_saved(self) -> float | None:
+        """Seconds saved against plain decoding by the cost table's reckoning; None without one."""
+        saved = [event.time_saved for event in self.round_events]
+        return None if not saved or None in saved else sum(saved)
+
+    @property
     def draft_seconds(self) -> float:
         return sum(event.draft_seconds for event in self.round_events)
 
@@ -137,7 +172,7 @@ class GenerationStats:
         """Everything as plain data, ready for JSON."""
         names = (
             "rounds", "drafted", "verified", "accepted", "tau", "acceptance_by_position", "draft_seconds",
-            "verify_seconds", "other_seconds", "tokens_per_second",
+            "verify_seconds", "other_seconds", "tokens_per_second", "share_without_draft", "expected_tau", "time_saved",
         )  # fmt: skip
         return asdict(self) | {name: getattr(self, name) for name in names}
 

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..calibration import apply_calibration
 from ..sampling import draw
+
+_FIELDS = ("temperature", "shift")
+_MOST_WAITING = 64  # rounds without a draft whose states are held back
 
 
 @dataclass
@@ -66,6 +70,7 @@ class Drafter:
         self.target_ids = draft.draft_to_target
         self.first_position = torch.zeros(rows, dtype=torch.long, device=self.device)
         self.longest = 0  # host upper bound of the context lengths
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def read_prompt(self, padding: torch.Tensor | None, start: int) -> Callable[[torch.Tensor], None]:
         """
@@ -118,15 +123,28 @@ class Drafter:
             width (`int`): Most tokens verified in a row.
         """
         rows, offsets = rows.to(self.device), offsets.to(self.device)
-        self.cache.reserve(self.longest + width + self.draft.config.block_size)
         slots = self.cache.lengths[rows] + offsets
-        lengths = self.cache.lengths + kept.to(self.device)
-        positions = slots + self.first_position[rows]
-        self.draft.extend_context(states, positions, self.cache, rows, slots, lengths=lengths)
+        self._waiting.append((states, rows, slots))
+        self.cache.lengths = self.cache.lengths + kept.to(self.device)
         self.longest += width
+        # one token per row is all kept, so its slots are never written twice and can wait for the next draft
+        if width > 1 or len(self._waiting) >= _MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Brings the draft's context up to date."""
+        if not self._waiting:
+            return
+        self.cache.reserve(self.longest + self.draft.config.block_size)
+        # a block of several tokens per row comes last, and alone: its rejected tokens lie on slots of no other
+        states, rows, slots = (torch.cat(parts) for parts in zip(*self._waiting))
+        self._waiting.clear()
+        positions = slots + self.first_position[rows]
+        self.draft.extend_context(states, positions, self.cache, rows, slots, lengths=self.cache.lengths)
 
     def draft_round(self, anchors: torch.Tensor, num_tokens: int) -> DraftRound:
         """One draft forward for all rows: `num_tokens` tokens behind each anchor `(R,)`."""
+        self.flush()
         sampler = BlockSampler(self.warp) if self.warp is not None else None
         width = self.draft.config.block_size
         positions = (self.cache.lengths + self.first_position)[:, None] + torch.arange(width, device=self.device)
@@ -140,11 +158,20 @@ class Drafter:
             num_tokens=num_tokens,
             kv_length=self.longest + width,
         )
-        confidence = None if block.confidence_logits is None else block.confidence_logits.float().sigmoid()
+        confidence = block.confidence_logits
+        if confidence is not None:
+            confidence = self._calibrated(confidence.float()).sigmoid()
         q = q_drawn = None
         if sampler is not None:
             q, q_drawn = torch.stack(sampler.q, dim=1), torch.stack(sampler.q_drawn, dim=1)
         return DraftRound(block.tokens, confidence, q, q_drawn).map(lambda part: part.to(anchors.device))
+
+    def _calibrated(self, logits: torch.Tensor) -> torch.Tensor:
+        """Confidence logits `(R, K)` with the draft's saved temperatures and shifts (order kept)."""
+        saved = self.draft.config.confidence_calibration
+        if saved is None:
+            return logits
+        return apply_calibration(logits, *(saved.get(name) and saved[name][: logits.shape[1]] for name in _FIELDS))
 
     def in_target_vocabulary(self, q: torch.Tensor, size: int) -> torch.Tensor:
         """Spreads draft-vocabulary probabilities `(R, V_draft)` over `size` target ids."""
@@ -154,6 +181,7 @@ class Drafter:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keeps the rows in `rows`, in that order."""
+        self.flush()
         rows = rows.to(self.device)
         self.cache.keep(rows)
         self.first_position = self.first_position[rows]

@@ -20,9 +20,11 @@ from ..stats import GenerateDSparkOutput, GenerationStats, publish
 from .candidate_generator import DSparkCandidateGenerator, decode_sequentially
 from .capability import PLAIN, SEQUENTIAL, verification_path
 from .loop import DecodingLoop
+from .policy import ConstantPolicy, ThroughputPolicy
 from .processors import sequential_processors
+from .profiling import profile_for
 from .ragged_cache import new_dynamic_cache
-from .settings import resolve_settings
+from .settings import Settings, resolve_settings
 from .stopping import StopRules
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ _OTHER_ASSISTANCE = {
 }
 # First slots to see before a draft is called useless, and the share of them accepted below which it is.
 _ENOUGH_ROUNDS, _USELESS = 48, 0.02
+# Tokens beyond the prompt for which the cost table must hold when a call starts.
+_PROFILED_AHEAD = 256
 
 _warned_targets: "weakref.WeakSet" = weakref.WeakSet()
 _warned_drafts: "weakref.WeakSet" = weakref.WeakSet()
@@ -117,7 +121,8 @@ def decode(
     cache, keep_cache = _starting_cache(model, generation_config, model_kwargs)
     model_kwargs[CACHE_KEY] = cache
     model_kwargs["use_cache"] = True
-    loop = DecodingLoop(model, draft, path, settings, *arguments, streamer=streamer, keep_cache=keep_cache)
+    policy = _policy(model, draft, path, settings, input_ids, cache, generation_config)
+    loop = DecodingLoop(model, draft, path, settings, policy, *arguments, streamer=streamer, keep_cache=keep_cache)
     with torch.no_grad():
         sequences = loop.run(cache, model_kwargs)
     _finish(draft, loop.stats)
@@ -130,6 +135,15 @@ def decode(
         dspark_stats=loop.stats,
         **{CACHE_KEY: cache},
     )
+
+
+def _policy(model, draft, path: str, settings: Settings, input_ids, cache, generation_config) -> ConstantPolicy:
+    """The call's policy; "throughput" measures the machine at its first use."""
+    if settings.schedule != "throughput":
+        return ConstantPolicy(settings)
+    rows, context = input_ids.shape[0], max(generation_config.max_length, cache.get_seq_length())
+    profile = profile_for(model, draft, path, rows, min(context, input_ids.shape[1] + _PROFILED_AHEAD))
+    return ThroughputPolicy(settings, profile, settings.num_tokens, rows)
 
 
 def _starting_cache(model, generation_config, model_kwargs: dict) -> tuple[DynamicCache, bool]:

@@ -10,11 +10,12 @@ import torch
 
 from ..ops import first_argmax
 from ..sampling import accept_greedy, accept_sampled, draw, residual_weights
-from ..scheduling import confidence_lengths, survival
+from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
 from .capture import TapCapture, decoder_layers
 from .collector import Collector
 from .drafter import Drafter, DraftRound
+from .policy import LOAD, ConstantPolicy
 from .processors import BlockProcessors, draft_warper
 from .ragged_cache import RaggedCache, export_rows
 from .settings import Settings
@@ -33,6 +34,7 @@ class DecodingLoop:
         draft (`DSparkDraftModel`): The draft.
         path (`str`): "packed" or "rectangular".
         settings (`Settings`): Knobs of the call.
+        policy (`ConstantPolicy`): How much to draft and to verify.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): Padded prompts.
         logits_processor, stopping_criteria, generation_config, streamer: As `generate()` prepared them.
         keep_cache (`bool`): Whether the cache outlives the call.
@@ -46,6 +48,7 @@ class DecodingLoop:
         draft,
         path: str,
         settings: Settings,
+        policy: ConstantPolicy,
         input_ids: torch.Tensor,
         logits_processor,
         stopping_criteria,
@@ -55,6 +58,7 @@ class DecodingLoop:
         draft_ahead: bool | None = None,
     ):
         self.model, self.draft, self.path, self.settings = model, draft, path, settings
+        self.policy = policy
         self.input_ids, self.generation_config, self.streamer = input_ids, generation_config, streamer
         self.keep_cache = keep_cache
         self.device = input_ids.device
@@ -97,7 +101,7 @@ class DecodingLoop:
             `torch.LongTensor` of shape `(batch, P + longest)`.
         """
         began = time.perf_counter()
-        with self.capture.installed():
+        with self.capture.installed(), LOAD.call(self.model) as self.report_load:
             self._prefill(source, model_kwargs)
             self.stats.prefill_seconds = time.perf_counter() - began
             while self.rows:
@@ -157,14 +161,15 @@ class DecodingLoop:
         limits = [self.rules.budget(len(self.out.tokens[row])) - 1 for row in rows]
 
         # 1. A block per row, unless it was drafted ahead.
+        context, load = max(self.cache.lengths), self.report_load(len(rows))
         clock = time.perf_counter()
-        drafted, confidence = self.pending or self._draft(max(limits))
+        drafted, confidence = self.pending or self._draft(max(limits), context, load)
         draft_seconds = time.perf_counter() - clock
 
         # 2. How much of each block to verify.
-        lengths = self._verify_lengths(drafted, confidence, limits)
-        counts = [1 + length for length in lengths]
-        width = max(lengths)
+        plan = self.policy.plan(rows, confidence, drafted.tokens.shape[1] if drafted else 0, limits, context, load)
+        counts = [1 + length for length in plan.lengths]
+        width = max(plan.lengths)
 
         # 3. One target forward over [anchor, drafts] of all rows.
         clock = time.perf_counter()
@@ -187,7 +192,7 @@ class DecodingLoop:
         ] if self.processors.needs_prefixes else []  # fmt: skip
         token_rows = [row for row, count in zip(rows, counts) for _ in range(count)] if prefixes else []
         scores = self.processors(self.out.ids, token_rows, prefixes, raw)
-        accepted, following = self._accept(scores, drafted, lengths, starts, width)
+        accepted, following = self._accept(scores, drafted, plan.lengths, starts, width)
 
         # 5. The draft's context grows by what was kept.
         self.drafter.extend(states, index, offsets, accepted + 1, width + 1)
@@ -196,7 +201,7 @@ class DecodingLoop:
         self.anchors, self.positions = following, self.positions + accepted + 1
 
         # 6. The next block, before anything is known on the host.
-        ahead = self._draft(max(limits) - 1, read=False)[0] if self.draft_ahead else None
+        ahead = self._draft(max(limits) - 1, context, load, read=False)[0] if self.draft_ahead else None
 
         # 7. The round's only copy to the host.
         ahead_confidence = None if ahead is None else ahead.confidence
@@ -216,36 +221,33 @@ class DecodingLoop:
             drafted=proposals,
             confidence=confidence or late_confidence,
             survival=None,
-            verify_lengths=lengths,
+            verify_lengths=plan.lengths,
             accepted=[min(row[0], keep) for row, keep in zip(told, kept)],
             committed=[tokens[:keep] for tokens, keep in zip(new, kept)],
             draft_seconds=draft_seconds,
             verify_seconds=verify_seconds,
+            load=load,
+            expected_tokens=plan.expected_tokens,
+            expected_seconds=plan.seconds,
+            plain_seconds=plan.plain_seconds,
         )
         if event.confidence is not None:
             event.survival = survival(event.confidence).tolist()
         self.stats.round_events.append(event)
+        self.policy.observe(rows, plan, event.accepted, sum(kept), drafted is not None)
         if hasattr(self.streamer, "on_round"):
             self.streamer.on_round(event)
         self.pending = None if ahead is None else (ahead, ahead_confidence)
         self._leave(finished, kept)
 
-    def _draft(self, limit: int, read: bool = True) -> tuple[DraftRound | None, list | None]:
-        """A block for every row and, where the schedule needs them now, its confidences on the host."""
+    def _draft(self, limit: int, context: int, load: int, read: bool = True) -> tuple[DraftRound | None, list | None]:
+        """A block for every row and, where the policy needs them now, its confidences on the host."""
         num_tokens = min(self.settings.num_tokens, limit)
-        if num_tokens < 1:
+        if num_tokens < 1 or not self.policy.wants_draft(self.rows, context, load):
             return None, None
         drafted = self.drafter.draft_round(self.anchors, num_tokens)
         needed = read and self.settings.schedule != "constant" and drafted.confidence is not None
         return drafted, drafted.confidence.tolist() if needed else None
-
-    def _verify_lengths(self, drafted: DraftRound | None, confidence: list | None, limits: list[int]) -> list[int]:
-        if drafted is None:
-            return [0] * len(limits)
-        width = drafted.tokens.shape[1]
-        if self.settings.schedule == "constant" or confidence is None:
-            return [min(width, limit) for limit in limits]
-        return confidence_lengths(torch.tensor(confidence), self.settings.threshold, limits).tolist()
 
     def _accept(self, scores, drafted: DraftRound | None, lengths: list[int], starts: list[int], width: int):
         """Accepted lengths `(R,)` and the tokens that follow them `(R,)`."""

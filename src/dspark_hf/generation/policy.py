@@ -1,0 +1,191 @@
+"""How much to draft and to verify in each round of a call (paper section 3.2).
+
+Two decisions, kept apart because they may use different things. *Whether to draft* looks at finished rounds and at
+the load. *How much of a drafted block to verify* looks at this block's confidences, each of which has seen the tokens
+before its slot and none behind. Neither ever looks at the token it decides about, so sampling stays exact (paper
+appendix A).
+
+Both are functions of the call's own history and of a cost table, never of the clock, so that a seed gives the same
+output twice.
+"""
+
+import threading
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ..draft_gate import AcceptanceTracker, DraftGate, row_cost
+from ..scheduling import Schedule, budget_lengths, predict, schedule, speculation_pays, survival
+from ..throughput import ThroughputProfile
+from .settings import Settings
+
+# A stale budget replaces the early stop where the cost curve is so jagged that stopping early loses this much.
+_JAGGED = 1.01
+# Drafting must be predicted to win by this share before a paused gate is woken.
+_WAKE_MARGIN = 0.02
+
+
+class Load:
+    """Rows that each running call of this process decodes on a target."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._rows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def call(self, target):
+        """Registers a call; yields a function that sets its running rows and returns those of the other calls."""
+        token = object()
+        with self._lock:
+            calls = self._rows.setdefault(target, {})
+            calls[token] = 0
+
+        def update(rows: int) -> int:
+            calls[token] = rows
+            return sum(list(calls.values())) - rows
+
+        try:
+            yield update
+        finally:
+            with self._lock:
+                calls.pop(token, None)
+
+
+LOAD = Load()
+
+
+@dataclass
+class Plan:
+    """Verify lengths of a round and what was predicted for it; the predictions are None where nothing is measured."""
+
+    lengths: list[int]
+    expected_tokens: float | None = None
+    seconds: float | None = None
+    plain_seconds: float | None = None
+
+
+class ConstantPolicy:
+    """Drafts in every round; verifies all of it, or what a threshold on the confidences leaves."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+
+    def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
+        return True
+
+    def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
+        """
+        Args:
+            rows (`list[int]`): Running rows.
+            confidence (`list[list[float]]`, *optional*): Conditional acceptance probabilities `[R][K]`.
+            width (`int`): Tokens drafted per row, 0 in a round without a draft.
+            limits (`list[int]`): Most tokens each row may verify.
+            context (`int`): Longest cached context.
+            load (`int`): Rows of other calls.
+        """
+        if not width:
+            return Plan([0] * len(rows))
+        if self.settings.schedule == "constant" or confidence is None:
+            return Plan([max(0, min(width, limit)) for limit in limits])
+        scores = torch.tensor(confidence, dtype=torch.float64)
+        result = schedule(self.settings.schedule, scores, threshold=self.settings.threshold, limit=limits)
+        return Plan(result.lengths.tolist(), result.expected_tokens)
+
+    def observe(self, rows: list[int], plan: Plan, accepted: list[int], committed: int, drafted: bool) -> None:
+        """Takes in a finished round; nothing to learn here."""
+
+
+class ThroughputPolicy(ConstantPolicy):
+    """
+    Algorithm 1 on a measured cost table, and no draft at all where plain decoding is predicted to be faster.
+
+    Args:
+        settings (`Settings`): The call's knobs.
+        profile (`ThroughputProfile`): What a step costs.
+        width (`int`): Tokens drafted per round.
+        rows (`int`): Rows of the call.
+    """
+
+    def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int):
+        super().__init__(settings)
+        self.profile, self.width = profile, width
+        self.gate = DraftGate()
+        self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
+        self.tracker = AcceptanceTracker(width)
+        self._load: tuple[int, int] | None = None
+        self._budget: int | None = None  # of older rounds, where the cost curve is jagged
+
+    def _cost(self, rows: int, context: int, load: int) -> torch.Tensor:
+        total = rows + load
+        return self.profile.cost_table(rows * (1 + self.width) + load, total, context)
+
+    def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
+        """Whether the coming round is drafted; looks at finished rounds and the load only."""
+        if self._load != (len(rows), load):
+            self._load, self._budget = (len(rows), load), None
+            self._weigh(len(rows), context, load)
+        if self.row_gates is not None and not any(self.row_gates[row].is_open for row in rows):
+            return False
+        return self.gate.is_open
+
+    def _weigh(self, rows: int, context: int, load: int) -> None:
+        """After a change of load: wake the gate if past acceptance would pay now, close it if not even perfection does."""
+        cost, draft = self._cost(rows, context, load), self.profile.draft_seconds(rows)
+        arguments = {"draft_seconds": draft, "load_rows": load}
+        perfect = torch.ones(rows, self.width, dtype=torch.float64)
+        if not speculation_pays(perfect, cost, **arguments).pays:
+            self.gate.close()
+        elif not self.gate.is_open:
+            known = self.tracker.survival(rows)
+            if speculation_pays(known, cost, margin=_WAKE_MARGIN, **arguments).pays:
+                self.gate.wake()
+
+    def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
+        cost = self._cost(len(rows), context, load)
+        plain = float(cost[len(rows) + load])
+        if not width:
+            return Plan([0] * len(rows), float(len(rows)), plain, plain)
+        limits = [min(limit, width) for limit in limits]
+        if self.row_gates is not None:
+            limits = [limit if self.row_gates[row].is_open else 0 for row, limit in zip(rows, limits)]
+        draft = self.profile.draft_seconds(len(rows))
+        scores = torch.tensor(confidence, dtype=torch.float64)
+        arguments = {"cost": cost, "draft_seconds": draft, "load_rows": load}
+        result = schedule("throughput", scores, threshold=self.settings.threshold, limit=limits, **arguments)
+        alive = survival(scores)
+        stale, self._budget = self._budget, self._next_budget(alive, result, limits, arguments)
+        if stale is not None:
+            result = predict(alive, budget_lengths(alive, stale, limits), **arguments)
+        return Plan(result.lengths.tolist(), result.expected_tokens, result.seconds, plain)
+
+    @staticmethod
+    def _next_budget(alive, result: Schedule, limits: list[int], arguments: dict) -> int | None:
+        """The budget for the round after this one; None where stopping early is as good."""
+        pays = speculation_pays(alive, limit=limits, **arguments)
+        if pays.theta <= _JAGGED * result.theta:
+            return None
+        return pays.budget
+
+    def observe(self, rows: list[int], plan: Plan, accepted: list[int], committed: int, drafted: bool) -> None:
+        if not drafted:
+            self.gate.skip()
+            for row in rows if self.row_gates is not None else ():
+                self.row_gates[row].skip()
+            return
+        count = len(rows)
+        self.tracker.update(accepted, plan.lengths)
+        predicted = plan.expected_tokens / count
+        self.gate.observe(committed / count, plan.seconds / plan.plain_seconds, predicted)
+        if self.row_gates is None:
+            return
+        tokens = count + sum(plan.lengths)
+        draft = self.profile.draft_seconds(count)
+        rate = plan.expected_tokens / plan.seconds
+        for row, length, kept in zip(rows, plan.lengths, accepted):
+            gate = self.row_gates[row]
+            if gate.is_open:
+                gate.observe(1 + kept, row_cost(length, count, draft, plan.seconds - draft, tokens, rate))
+            else:
+                gate.skip()
