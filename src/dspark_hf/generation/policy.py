@@ -131,7 +131,7 @@ class ThroughputPolicy(ConstantPolicy):
         return self.gate.is_open
 
     def _weigh(self, rows: int, context: int, load: int) -> None:
-        """After a change of load: wake the gate if past acceptance would pay now, close it if not even perfection does."""
+        """After a change of load: wake the gate if what was accepted would pay now, close it if nothing would."""
         cost, draft = self._cost(rows, context, load), self.profile.draft_seconds(rows)
         arguments = {"draft_seconds": draft, "load_rows": load}
         perfect = torch.ones(rows, self.width, dtype=torch.float64)
