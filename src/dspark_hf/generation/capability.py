@@ -9,6 +9,7 @@ user's text.
 import json
 import logging
 import threading
+import weakref
 
 import torch
 from transformers import DynamicCache
@@ -26,7 +27,8 @@ _PROMPTS, _BLOCKS = (6, 4), (2, 4)  # tokens per row of the check: prompt, then 
 _MAX_ERROR = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; half precision below
 _MAX_HALF_ERROR = 0.15
 
-_DECIDED: dict[tuple, tuple[str, str]] = {}
+_DECIDED: dict[tuple, tuple[str, str]] = {}  # by class, config, attention and dtype
+_KNOWN: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()  # the same by model, to look it up in no time
 _LOCK = threading.Lock()
 
 
@@ -38,16 +40,15 @@ def verification_path(model) -> tuple[str, str]:
         "packed", "rectangular", "sequential" or "plain", and the reason why it is not the one before.
     """
     text_config = model.config.get_text_config(decoder=True)
-    key = (
-        type(model),
-        json.dumps(model.config.to_dict(), sort_keys=True, default=str),
-        text_config._attn_implementation,
-        model.dtype,
-    )
+    setting = (text_config._attn_implementation, model.dtype, model.training)
     with _LOCK:
-        if key not in _DECIDED:
-            _DECIDED[key] = _decide(model, text_config)
-        return _DECIDED[key]
+        known = _KNOWN.setdefault(model, {})
+        if setting not in known:
+            key = (type(model), json.dumps(model.config.to_dict(), sort_keys=True, default=str), *setting)
+            if key not in _DECIDED:
+                _DECIDED[key] = _decide(model, text_config)
+            known[setting] = _DECIDED[key]
+        return known[setting]
 
 
 def _decide(model, text_config) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """The draft's side of a call: its context, its blocks, and the distributions its tokens were drawn from."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,32 @@ class DraftRound:
         """The same round with every tensor passed through `function`."""
         parts = (self.tokens, self.confidence, self.q, self.q_drawn)
         return DraftRound(*(None if part is None else function(part) for part in parts))
+
+
+@dataclass
+class RowContext:
+    """A row's context: per draft layer its keys and values, `(length, H_kv, D)` each."""
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def __len__(self) -> int:
+        return self.layers[0][0].shape[0]
+
+
+@dataclass
+class DraftContext:
+    """
+    What the draft knew when a call ended; it stays with the target's cache for the next turn.
+
+    Attributes:
+        draft (`weakref.ref`): The draft it belongs to.
+        slots (`int`): Length that the target's cache had. It is worthless once somebody else has changed that.
+        rows (`list[RowContext]`): One per row.
+    """
+
+    draft: weakref.ref
+    slots: int
+    rows: list[RowContext]
 
 
 class BlockSampler:
@@ -72,30 +99,33 @@ class Drafter:
         self.longest = 0  # host upper bound of the context lengths
         self._waiting: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def read_prompt(self, padding: torch.Tensor | None, start: int) -> Callable[[torch.Tensor], None]:
+    def read_prompt(self, padding: torch.Tensor | None, start: int, earlier: "DraftContext | None" = None):
         """
         A sink for the prompt's hidden states, chunk by chunk.
 
         Args:
             padding (`torch.BoolTensor` of shape `(R, P)`, *optional*): False where the prompt is padded.
-            start (`int`): Column of the first new token: what an earlier turn cached comes before it and has no
-                hidden states left.
+            start (`int`): Column of the first new token; an earlier turn cached what comes before it.
+            earlier (`DraftContext`, *optional*): The draft's context of that turn. Without it the draft sees the new
+                tokens only, since their predecessors' hidden states are gone.
         """
         rows = self.cache.num_rows
         column = start
         if padding is not None:
             order = padding.to(self.device).long().cumsum(-1) - 1  # number of real tokens before each column
-            if start:
-                self.first_position = order[:, start - 1] + 1
-        elif start:
-            self.first_position = self.first_position + start
+        before = order[:, start - 1] + 1 if padding is not None and start else self.first_position + start
+        if earlier is None or [len(row) for row in earlier.rows] != before.tolist():
+            self.first_position = before
+        else:
+            self._restore(earlier)
+        skipped = start if padding is None and self.first_position.any() else 0
 
         def sink(states: torch.Tensor) -> None:
             nonlocal column
             width = states.shape[1]
             if padding is None:
                 row = torch.arange(rows, device=self.device).repeat_interleave(width)
-                slot = torch.arange(column - start, column - start + width, device=self.device).repeat(rows)
+                slot = torch.arange(column - skipped, column - skipped + width, device=self.device).repeat(rows)
                 flat, lengths = states.flatten(0, 1), self.cache.lengths + width
             else:
                 real = padding[:, column : column + width].to(self.device)
@@ -103,12 +133,26 @@ class Drafter:
                 slot = order[row, column + offset] - self.first_position[row]
                 flat, lengths = states[row, offset], self.cache.lengths + real.sum(-1)
             column += width
-            self.longest = column - start
+            self.longest = column
             self.cache.reserve(self.longest + self.draft.config.block_size)
             positions = slot + self.first_position[row]
             self.draft.extend_context(flat, positions, self.cache, row, slot, lengths=lengths)
 
         return sink
+
+    def _restore(self, earlier: "DraftContext") -> None:
+        self.cache.reserve(max(map(len, earlier.rows)))
+        for row, context in enumerate(earlier.rows):
+            for layer, (keys, values) in enumerate(context.layers):
+                self.cache.keys[layer][row, : len(context)] = keys.to(self.device)
+                self.cache.values[layer][row, : len(context)] = values.to(self.device)
+        self.cache.lengths = torch.tensor([len(row) for row in earlier.rows], device=self.device)
+
+    def row_context(self, row: int, length: int) -> "RowContext":
+        """A copy of the first `length` context tokens of a row."""
+        self.flush()
+        pairs = zip(self.cache.keys, self.cache.values)
+        return RowContext([(keys[row, :length].clone(), values[row, :length].clone()) for keys, values in pairs])
 
     def extend(self, states: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, kept: torch.Tensor, width: int):
         """

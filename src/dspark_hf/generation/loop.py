@@ -5,6 +5,7 @@ Per round there is one draft forward, one target forward and, on accelerators, o
 """
 
 import time
+import weakref
 
 import torch
 
@@ -14,7 +15,7 @@ from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
 from .capture import TapCapture, decoder_layers
 from .collector import Collector
-from .drafter import Drafter, DraftRound
+from .drafter import DraftContext, Drafter, DraftRound
 from .policy import LOAD, ConstantPolicy
 from .processors import BlockProcessors, draft_warper
 from .ragged_cache import RaggedCache, export_rows
@@ -86,7 +87,9 @@ class DecodingLoop:
         self.rows_run_on = not self.rules.eos and input_ids.shape[0] > 1
         self.stopped_at: dict[int, int] = {}
         self.pending: tuple[DraftRound, list | None] | None = None
-        self.finished_rows: dict[int, list] = {}  # keys and values of finished rows, when the cache is handed back
+        self.finished_rows: dict[
+            int, tuple
+        ] = {}  # keys and values of finished rows, target's and draft's, if handed back
 
     def run(self, source, model_kwargs: dict) -> torch.Tensor:
         """
@@ -104,8 +107,9 @@ class DecodingLoop:
         with self.capture.installed(), LOAD.call(self.model) as self.report_load:
             self._prefill(source, model_kwargs)
             self.stats.prefill_seconds = time.perf_counter() - began
-            while self.rows:
-                self._round()
+            with self.model._optimize_model_for_decode():
+                while self.rows:
+                    self._round()
         if self.stopped_at:
             self.out.truncate(max(self.stopped_at.values()))
         if self.streamer is not None:
@@ -113,7 +117,9 @@ class DecodingLoop:
         if self.keep_cache:
             longest = max(map(len, self.out.tokens))
             states = [self.finished_rows[row] for row in range(self.input_ids.shape[0])]
-            export_rows(source, states, self.prompt_slots + longest - 1)
+            slots = self.prompt_slots + longest - 1
+            export_rows(source, [keys_values for keys_values, _ in states], slots)
+            source._dspark_context = DraftContext(weakref.ref(self.draft), slots, [context for _, context in states])
         self.stats.new_tokens = sum(map(len, self.out.tokens))
         self.stats.seconds = time.perf_counter() - began
         return self.out.sequences()
@@ -131,7 +137,10 @@ class DecodingLoop:
         near = min(self.rules.max_new, _HEADROOM) + self.draft.config.block_size
         self.drafter = Drafter(self.draft, shared, batch, self.input_ids.shape[1] + near, self.warp)
         self.drafter.cache.uniform = batch == 1 and not self.draft_ahead
-        self.capture.sink = self.drafter.read_prompt(padding, past)
+        earlier = getattr(source, "_dspark_context", None)
+        if earlier is not None and (earlier.draft() is not self.draft or earlier.slots != past):
+            earlier = None
+        self.capture.sink = self.drafter.read_prompt(padding, past, earlier)
         if getattr(self.model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             # as an integer it lets such models drop all but the last position before their last layers, taps included
             model_kwargs = model_kwargs | {"logits_to_keep": torch.tensor([-1], device=self.device)}
@@ -300,7 +309,8 @@ class DecodingLoop:
         if any(finished):
             if self.keep_cache:
                 for slot in (slot for slot, done in enumerate(finished) if done):
-                    self.finished_rows[self.rows[slot]] = self.cache.row_states(slot)
+                    context = self.drafter.row_context(slot, self.cache.lengths[slot] - self.gaps[slot])
+                    self.finished_rows[self.rows[slot]] = (self.cache.row_states(slot), context)
             self._compact([slot for slot, done in enumerate(finished) if not done])
         if self.rows:
             self.drafter.longest = max(length - gap for length, gap in zip(self.cache.lengths, self.gaps))
