@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from targets import VOCAB_SIZE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-from targets import VOCAB_SIZE
 
 
 def byte_tokenizer(special: dict[int, bytes] | None = None, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:

@@ -1,8 +1,8 @@
 """Drafts for the runtime tests: a planted one that is right where the test says so, and random real ones.
 
-A random draft accepts almost nothing, so a test of the decoding loop with it passes without testing rollback, bonus tokens
-or ragged lengths. `PlantedDraft` proposes the target's own continuation with a mistake after a chosen number of tokens,
-different per row and round, and runs the real draft forward besides, so that its cache and positions are exercised too.
+A random draft accepts almost nothing, so a test of the decoding loop with it passes without testing rollback, bonus
+tokens or ragged lengths. `PlantedDraft` proposes the target's own continuation with a mistake after a chosen number of
+tokens, different per row and round, and runs the real draft forward besides: its cache and positions are used too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from targets import plain_greedy
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.modeling_dspark import DraftBlock
-
 
 MASK_TOKEN_ID = 94
 BLOCK_SIZE = 7

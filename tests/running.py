@@ -8,6 +8,7 @@ import warnings
 import torch
 from targets import PAD_TOKEN_ID, left_pad, plain_greedy
 
+from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint
 
 BATCHED_PATHS = ("packed", "rectangular")
 
@@ -102,3 +103,24 @@ class Messages:
         """Messages that contain one of the words, whatever the case."""
         texts = self.logged + [str(warning.message) for warning in self.warned]
         return [text for text in texts if any(word.lower() in text.lower() for word in words)]
+
+
+def use_cost_table(monkeypatch, per_token: float = 0.001, base: float = 0.05, draft: float = 0.005, steps=()) -> None:
+    """Gives the "throughput" schedule a known cost table in place of one measured on this machine.
+
+    Args:
+        per_token, base, draft: seconds of a verified token, of a step, and of a draft.
+        steps: numbers of tokens from which on a step costs `base` once more (a jagged curve).
+    """
+
+    def seconds(tokens: int) -> float:
+        return base * (1 + sum(tokens >= step for step in steps)) + per_token * tokens
+
+    points = [
+        VerifyPoint(rows, tokens, context, seconds(tokens))
+        for context in (0, 512)
+        for rows in (1, 2, 4, 8, 64, 512, 4096)
+        for tokens in sorted({rows * n for n in range(1, 9)}.union(*({s - 1, s} for s in steps if s > rows)))
+    ]
+    profile = ThroughputProfile({}, points, [DraftPoint(1, draft), DraftPoint(4096, draft)])
+    monkeypatch.setattr("dspark_hf.generation.hook.profile_for", lambda *args, **kwargs: profile)

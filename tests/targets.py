@@ -1,9 +1,9 @@
 """Tiny random float32 targets for the runtime tests, one per architecture the runtime must serve.
 
 Every target has vocabulary 96, hidden size 64 and about four layers, is built from a fixed seed and cached per process.
-The weights are drawn much wider than usual (standard deviation 0.3), so that attention matters and greedy output neither
-repeats one token nor hangs on a near-tie: a wrong mask, position or cache slot then changes the output. Sliding windows
-are 8 to 12 slots, so 64 new tokens leave them several times over.
+The weights are drawn much wider than usual (standard deviation 0.3), so that attention matters and greedy output
+neither repeats one token nor hangs on a near-tie: a wrong mask, position or cache slot then changes the output. Sliding
+windows are 9 slots, so 64 new tokens leave them several times over.
 
 `plain(target, prompt)` is the reference of every exactness test: one unpadded prompt, `generate()` without a draft.
 """
@@ -16,7 +16,6 @@ import functools
 import torch
 import transformers
 from transformers import GenerationConfig
-
 
 VOCAB_SIZE = 96
 HIDDEN_SIZE = 64

@@ -1,4 +1,4 @@
-"""The hidden states that reach the draft are the raw outputs of the tapped layers (case 18), and a wrong pair (case 17)."""
+"""The hidden states that reach the draft are raw outputs of the tapped layers (case 18); a wrong pair (case 17)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from targets import BATCHED, build, clear_prompts, plain_greedy, prompts
 
 from dspark_hf import DSparkDraftModel
 
-
-TAPS = {"qwen3": [-1, 0, 2, 3], "gemma2": [-1, 1, 3], "gemma3": [0, 3], "gemma4": [-1, 1, 3], "gemma4_kv_shared": [0, 2, 3]}
+TAPS = {
+    "qwen3": [-1, 0, 2, 3],
+    "gemma2": [-1, 1, 3],
+    "gemma3": [0, 3],
+    "gemma4": [-1, 1, 3],
+    "gemma4_kv_shared": [0, 2, 3],
+}
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """Greedy output of ragged batches equals plain `generate()` on each unpadded prompt, on every batched architecture.
 
-The drafts are planted (see `planted.py`), so every run here has accepted tokens, rejected tokens, full blocks and rounds
-with nothing accepted, at different offsets in each row. `test_number_of_combinations` holds the size of the claim.
+The drafts are planted (see `planted.py`), so every run here has accepted tokens, rejected tokens, full blocks and
+rounds with nothing accepted, at different offsets in each row. `test_number_of_combinations` holds the size of the
+claim.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from running import (
     padded,
     plain_batch,
     planned_acceptance,
+    use_cost_table,
     verify_lengths_by_row,
 )
 from targets import BATCHED, attentions, build, clear_prompts, plain, plain_greedy
 from transformers import Qwen3ForCausalLM
 
 from dspark_hf import DSparkDraftModel
-
 
 pytestmark = pytest.mark.exactness
 
@@ -124,7 +125,9 @@ def test_confidence_cuts(name, threshold):
     target = build(name, "sdpa")
     rows = clear_prompts(target, (4, 9, 2, 6), 40, seed=2)
     scores = [0.99, 0.9, 0.8, 0.96, 0.5, 0.4, 0.2]
-    draft = planted_for(target, rows, 40, pattern=(7, 0, 4), confidence=lambda row, n, tokens: scores[row:] + scores[:row])
+    draft = planted_for(
+        target, rows, 40, pattern=(7, 0, 4), confidence=lambda row, n, tokens: scores[row:] + scores[:row]
+    )
     draft.generation_config.num_assistant_tokens_schedule = "confidence"
     draft.generation_config.assistant_confidence_threshold = threshold
     output = check_exact(target, draft, rows, max_new_tokens=40, paths=("packed", "rectangular"))
@@ -135,8 +138,15 @@ def test_confidence_cuts(name, threshold):
         assert set(lengths[:-3]) <= {kept}
 
 
+COSTS = {"flat": {}, "steep": {"per_token": 0.02, "base": 0.01}, "jagged": {"steps": (4, 9, 14), "base": 0.02}}
+
+
+@pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("schedule", ["constant", "confidence", "throughput"])
-def test_every_schedule(schedule):
+def test_every_schedule(schedule, costs, monkeypatch):
+    if schedule != "throughput" and costs != "flat":
+        pytest.skip("only the throughput schedule reads costs")
+    use_cost_table(monkeypatch, **COSTS[costs])
     target = build("qwen3", "sdpa")
     rows = clear_prompts(target, LENGTHS, 64)
     draft = planted_for(target, rows, confidence=[0.9, 0.8, 0.9, 0.3, 0.9, 0.1, 0.1])
@@ -180,7 +190,7 @@ def test_buffers_grow(name):
 
 @pytest.mark.parametrize("attn", ["eager", "sdpa"])
 def test_one_forward_of_each_model_per_round(attn):
-    """Case 2, and case 7's width: a verify forward carries the anchors and the submitted drafts of running rows only."""
+    """Case 2, and case 7's width: a verify forward carries the anchors and submitted drafts of running rows only."""
     target = build("qwen3", attn)
     rows = clear_prompts(target, LENGTHS, 64)
     assisted(target, planted_for(target, rows), rows)  # the one-time self-check of this target
@@ -208,7 +218,9 @@ def find_early_ends(continuations: list[list[int]], windows: list[range]) -> lis
 
 
 @pytest.mark.parametrize("penalty", [None, 1.3])
-@pytest.mark.parametrize(("name", "attn"), [("qwen3", "eager"), ("qwen3", "sdpa"), ("gemma3", "sdpa"), ("llama", "sdpa")])
+@pytest.mark.parametrize(
+    ("name", "attn"), [("qwen3", "eager"), ("qwen3", "sdpa"), ("gemma3", "sdpa"), ("llama", "sdpa")]
+)
 def test_rows_that_finish_early(name, attn, penalty):
     """Case 3: rows end in the order 2, 0, 1; statistics freeze, and the rows that go on are not disturbed."""
     target = build(name, attn)

@@ -1,4 +1,4 @@
-"""What plain `generate()` offers works with a draft and gives what plain batched `generate()` gives (cases 12, 13, 14)."""
+"""What plain `generate()` offers works with a draft too, with plain batched output (cases 12, 13, 14)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Tex
 from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf import record_generation
-
 
 pytestmark = pytest.mark.exactness
 
@@ -76,7 +75,9 @@ PROCESSORS = {
 def plan_of(target, rows, sequences: torch.Tensor, **plan):
     """A planted draft that proposes what plain generate made of each row."""
     width = max(len(row) for row in rows)
-    return planted_draft(target).plan([row + seq[width:].tolist() for row, seq in zip(rows, sequences, strict=True)], **plan)
+    return planted_draft(target).plan(
+        [row + seq[width:].tolist() for row, seq in zip(rows, sequences, strict=True)], **plan
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
@@ -299,7 +300,9 @@ def test_cache_of_an_earlier_turn(first, second, name, size):
     rows = clear_prompts(target, LENGTHS, 64)[:size]
     inputs = left_pad(rows)
     kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True}
-    one = target.generate(**inputs, **kwargs, assistant_model=planted_for(target, rows) if first == "assisted" else None)
+    one = target.generate(
+        **inputs, **kwargs, assistant_model=planted_for(target, rows) if first == "assisted" else None
+    )
     extra = [[40 + row, 8, 77, 21] for row in range(size)]
     ids, mask = next_turn(one.sequences, inputs["attention_mask"], extra)
     expected = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20)
@@ -326,7 +329,9 @@ def test_an_empty_cache_handed_in():
     assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
 
 
-@pytest.mark.parametrize("kwargs", [{"use_cache": False}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}])
+@pytest.mark.parametrize(
+    "kwargs", [{"use_cache": False}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}]
+)
 def test_cache_options_do_not_change_the_output(kwargs):
     target = build("qwen3", "sdpa")
     rows = clear_prompts(target, LENGTHS, 64)
@@ -363,7 +368,9 @@ def test_pipeline():
     assert [output[0]["generated_text"] for output in outputs] == expected
     assert stats.new_tokens >= 3 * 24 and stats.accepted > 20
     draft = planted_for(target, rows, 24)
-    outputs = pipe(texts, batch_size=3, max_new_tokens=24, return_full_text=False, do_sample=False, assistant_model=draft)
+    outputs = pipe(
+        texts, batch_size=3, max_new_tokens=24, return_full_text=False, do_sample=False, assistant_model=draft
+    )
     assert [output[0]["generated_text"] for output in outputs] == expected
 
 
@@ -488,10 +495,20 @@ def test_the_users_configs_are_not_written_to():
     target = build("qwen3", "sdpa")
     rows = clear_prompts(target, LENGTHS, 64)
     draft = planted_for(target, rows)
-    before = [target.generation_config.to_dict(), target.config.to_dict(), draft.generation_config.to_dict(), draft.config.to_dict()]
+    before = [
+        target.generation_config.to_dict(),
+        target.config.to_dict(),
+        draft.generation_config.to_dict(),
+        draft.config.to_dict(),
+    ]
     config = transformers.GenerationConfig(max_new_tokens=20, pad_token_id=PAD_TOKEN_ID, num_assistant_tokens=3)
     given = config.to_dict()
     target.generate(**left_pad(rows), assistant_model=draft, generation_config=config)
-    after = [target.generation_config.to_dict(), target.config.to_dict(), draft.generation_config.to_dict(), draft.config.to_dict()]
+    after = [
+        target.generation_config.to_dict(),
+        target.config.to_dict(),
+        draft.generation_config.to_dict(),
+        draft.config.to_dict(),
+    ]
     assert after == before
     assert config.to_dict() == given

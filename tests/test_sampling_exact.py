@@ -1,8 +1,8 @@
 """Sampled output follows the target's distribution exactly (cases 8 to 11).
 
-A target of eight tokens allows exact enumeration: 20,000 samples of each setting, taken as rows of large batches, against
-the enumerated joint distribution of the first three tokens and of the third and fourth. The drafts are random but real,
-and with eight tokens they accept often. Biased runs, made on purpose, must fail the same checks.
+A target of eight tokens allows exact enumeration: 20,000 samples of each setting, taken as rows of large batches,
+against the enumerated joint distribution of the first three tokens and of the third and fourth. The drafts are random
+but real, and with eight tokens they accept often. Biased runs, made on purpose, must fail the same checks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributions import check_distribution, exact_joint, histogram, total_variation
 from planted import draft_config, random_draft
-from running import assisted, new_tokens
+from running import assisted, new_tokens, use_cost_table
 from targets import build
 from transformers import (
     LogitsProcessorList,
@@ -24,7 +24,6 @@ from transformers import (
 
 import dspark_hf.sampling
 from dspark_hf import DSparkDraftModel, record_generation
-
 
 pytestmark = pytest.mark.exactness
 
@@ -126,12 +125,15 @@ def test_exact_with_confidence_cuts(threshold):
     check_windows(target, samples, WARPED)
 
 
-def test_exact_with_the_scheduler():
+@pytest.mark.parametrize("steps", [(), (1100, 1700)], ids=["smooth", "jagged"])
+def test_exact_with_the_scheduler(steps, monkeypatch):
     """Case 9: Algorithm 1 decides the verify lengths of all rows together."""
+    use_cost_table(monkeypatch, per_token=1e-5, steps=steps)
     target = small_target()
-    draft = spread_confidences(small_draft(target))
+    draft = spread_confidences(small_draft(target, seed=5))
     draft.generation_config.num_assistant_tokens_schedule = "throughput"
-    samples, stats = sample(target, draft, WARPED, seed=3)
+    samples, stats = sample(target, draft, WARPED, seed=3, rows=1000)
+    assert len({length for event in stats.round_events for length in event.verify_lengths}) >= 2
     check_windows(target, samples, WARPED)
 
 

@@ -14,7 +14,6 @@ from targets import build, clear_prompts, left_pad, plain_greedy
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-
 LENGTHS = (3, 7, 12)
 PATTERNS = [(7,), (0, 3, 7)]
 UNSEEN = 10_000  # an EOS id that no target has
@@ -75,7 +74,9 @@ def test_end_of_sequence_of_a_single_row(step, pattern):
         output = assisted(target, draft, [row], eos_token_id=[continuation[step], 95], streamer=recorder)
         expected = plain_batch(target, [row], eos_token_id=[continuation[step], 95])
         assert torch.equal(output.sequences, expected)
-        assert torch.cat([chunk.flatten() for chunk in recorder.chunks[1:]]).tolist() == expected[0, len(row) :].tolist()
+        assert (
+            torch.cat([chunk.flatten() for chunk in recorder.chunks[1:]]).tolist() == expected[0, len(row) :].tolist()
+        )
 
 
 def test_end_of_sequence_out_of_prefill_needs_no_round():
@@ -94,9 +95,11 @@ def special_bytes(continuation: list[int], step: int, pieces: list[bytes]) -> di
     ids = continuation[step : step + len(pieces)]
     reserved = {ord(c) - 31 for c in "abcdef"} | {0}
     fresh = all(token not in continuation[:step] for token in ids)
-    return dict(zip(ids, pieces, strict=True)) if len(set(ids)) == len(ids) == len(pieces) and fresh and not (
-        set(ids) & reserved
-    ) else None
+    return (
+        dict(zip(ids, pieces, strict=True))
+        if len(set(ids)) == len(ids) == len(pieces) and fresh and not (set(ids) & reserved)
+        else None
+    )
 
 
 # What the text at the chosen step is made of, and the stop string looked for in it.
@@ -151,7 +154,11 @@ def test_stop_strings_in_a_batch(pattern, eos):
     texts = [tokenizer.decode(c) for c in continuations]
     assert all(len(text) == 64 for text in texts)
     for offset in range(1, 9):
-        stops = [texts[0][offset : offset + 1], texts[1][offset + 5 : offset + 7], texts[2][2 * offset : 2 * offset + 3]]
+        stops = [
+            texts[0][offset : offset + 1],
+            texts[1][offset + 5 : offset + 7],
+            texts[2][2 * offset : 2 * offset + 3],
+        ]
         kwargs = {"stop_strings": stops, "tokenizer": tokenizer, "eos_token_id": eos}
         output = assisted(target, planted_for(target, rows, pattern=pattern), rows, **kwargs)
         assert torch.equal(output.sequences, plain_batch(target, rows, **kwargs)), offset
@@ -180,7 +187,9 @@ class LengthStops(StoppingCriteria):
 @pytest.mark.exactness
 @pytest.mark.parametrize("eos", [None, [UNSEEN]])
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("criteria", [[SumStops(11)], [SumStops(23)], [LengthStops(29)], [SumStops(31), LengthStops(40)]])
+@pytest.mark.parametrize(
+    "criteria", [[SumStops(11)], [SumStops(23)], [LengthStops(29)], [SumStops(31), LengthStops(40)]]
+)
 def test_custom_criteria(criteria, pattern, eos):
     target, rows = target_and_rows(seed=3)
     kwargs = {"stopping_criteria": StoppingCriteriaList(criteria), "eos_token_id": eos}
