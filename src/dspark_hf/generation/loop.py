@@ -87,9 +87,8 @@ class DecodingLoop:
         self.rows_run_on = not self.rules.eos and input_ids.shape[0] > 1
         self.stopped_at: dict[int, int] = {}
         self.pending: tuple[DraftRound, list | None] | None = None
-        self.finished_rows: dict[
-            int, tuple
-        ] = {}  # keys and values of finished rows, target's and draft's, if handed back
+        # What finished rows leave behind when the cache is handed back: keys and values of the target, draft's context.
+        self.finished_rows: dict[int, tuple] = {}
 
     def run(self, source, model_kwargs: dict) -> torch.Tensor:
         """
@@ -194,13 +193,7 @@ class DecodingLoop:
         raw = logits.to(self.device)
         if self.processors or self.sampling or self.out.scores is not None or self.out.logits is not None:
             raw = raw.float()
-        prefixes = [
-            self.input_ids.shape[1] + len(self.out.tokens[row]) + offset
-            for row, count in zip(rows, counts)
-            for offset in range(count)
-        ] if self.processors.needs_prefixes else []  # fmt: skip
-        token_rows = [row for row, count in zip(rows, counts) for _ in range(count)] if prefixes else []
-        scores = self.processors(self.out.ids, token_rows, prefixes, raw)
+        scores = self._process(raw, counts)
         accepted, following = self._accept(scores, drafted, plan.lengths, starts, width)
 
         # 5. The draft's context grows by what was kept.
@@ -257,6 +250,15 @@ class DecodingLoop:
         drafted = self.drafter.draft_round(self.anchors, num_tokens)
         needed = read and self.settings.schedule != "constant" and drafted.confidence is not None
         return drafted, drafted.confidence.tolist() if needed else None
+
+    def _process(self, raw: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Processed scores of the N verified positions, each behind its own prefix."""
+        if not self.processors.needs_prefixes:
+            return self.processors(None, [], [], raw)
+        token_rows = [row for row, count in zip(self.rows, counts) for _ in range(count)]
+        starts = [self.input_ids.shape[1] + len(self.out.tokens[row]) for row in self.rows]
+        prefixes = [start + offset for start, count in zip(starts, counts) for offset in range(count)]
+        return self.processors(self.out.ids, token_rows, prefixes, raw)
 
     def _accept(self, scores, drafted: DraftRound | None, lengths: list[int], starts: list[int], width: int):
         """Accepted lengths `(R,)` and the tokens that follow them `(R,)`."""
@@ -331,6 +333,7 @@ class DecodingLoop:
         self.anchors, self.positions = self.anchors[index], self.positions[..., index]
         self.verifier.masks.select_rows(index)
         self.drafter.keep(index)
+        self.drafter.cache.uniform = len(live) == 1 and not self.draft_ahead
         if self.pending is not None:
             drafted, confidence = self.pending
             confidence = confidence and [confidence[slot] for slot in order]
