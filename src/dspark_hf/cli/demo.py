@@ -1,4 +1,4 @@
-"""`dspark-hf demo`: the same prompt answered by plain `generate()` and by DSpark, side by side."""
+"""`dspark-hf demo`: the same prompts answered by plain `generate()` and by DSpark, side by side."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ..demo import Comparison, compare, smollm2_folder
 from . import arguments
 from .generate import describe
 
-PROMPT = (
+PROMPTS = (
+    "Write a Python function to check whether a string is a palindrome.",
     "A bakery bakes 18 trays of rolls every morning, with 12 rolls on each tray. It sells 150 rolls before noon and "
-    "half of the rest in the afternoon. How many rolls are left in the evening?"
+    "half of the rest in the afternoon. How many rolls are left in the evening?",
 )
 
 
@@ -23,9 +24,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "demo",
         help="plain generate() against DSpark on the same prompt",
-        description="Answer one prompt with plain generate() and with DSpark; compare the answers and the time taken.",
+        description="Answer prompts, one at a time, with plain generate() and with DSpark; compare the answers and the time taken.",
     )
-    parser.add_argument("--prompt", default=PROMPT, help="default: a small sum in words")
+    parser.add_argument("--prompt", action="append", help="may be given several times; default: two prompts")
     parser.add_argument("--prompt-ids", metavar="IDS", help="the prompt as comma-separated token ids")
     parser.add_argument("--no-chat", action="store_true", help="do not apply the tokenizer's chat template")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="timed runs of each; the faster counts")
@@ -40,17 +41,19 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand."""
     logging.disable_progress_bar()  # the demo's models load in a second
     pair = arguments.load_pair(args, args.model or str(smollm2_folder()))
-    if args.prompt_ids is not None:
-        inputs = arguments.encode_ids(pair, args.prompt_ids)
-    else:
-        inputs = arguments.encode_prompts(pair, [args.prompt], chat=not args.no_chat)
-        print(f"Prompt: {args.prompt}\n")
     settings = arguments.generation_settings(args)
-    comparison = compare(pair.model, pair.draft, inputs, repeats=args.repeats, seed=args.seed, **settings)
     dtype = str(pair.model.dtype).removeprefix("torch.")
     print(f"Target {args.model or 'SmolLM2-135M-Instruct'}, {dtype}, {pair.model.device.type}", end="")
     print(f", {torch.get_num_threads()} threads" if pair.model.device.type == "cpu" else "")
-    print(report(comparison, pair, sampled=settings["do_sample"]))
+    if args.prompt_ids is not None:
+        prompts = {f"token ids {args.prompt_ids}": arguments.encode_ids(pair, args.prompt_ids)}
+    else:
+        texts = args.prompt or PROMPTS
+        prompts = {text: arguments.encode_prompts(pair, [text], chat=not args.no_chat) for text in texts}
+    for prompt, inputs in prompts.items():
+        print(f"\n== prompt: {prompt}")
+        comparison = compare(pair.model, pair.draft, inputs, repeats=args.repeats, seed=args.seed, **settings)
+        print(report(comparison, pair, sampled=settings["do_sample"]))
     return 0
 
 
