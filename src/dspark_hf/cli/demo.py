@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "demo",
         help="plain generate() against DSpark on the same prompt",
-        description="Answer prompts, one at a time, with plain generate() and with DSpark; compare the answers and the time taken.",
+        description="Answer each prompt with plain generate() and with DSpark; compare answers and time taken.",
     )
     parser.add_argument("--prompt", action="append", help="may be given several times; default: two prompts")
     parser.add_argument("--prompt-ids", metavar="IDS", help="the prompt as comma-separated token ids")
