@@ -18,6 +18,17 @@ def place(variable: str, what: str) -> Path:
 
 
 @pytest.fixture(scope="session")
+def _profile_home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("huggingface")
+
+
+@pytest.fixture(autouse=True)
+def profiles_of_this_run(monkeypatch, _profile_home):
+    """Cost tables measured by tests stay out of the user's Hugging Face home."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(_profile_home))
+
+
+@pytest.fixture(scope="session")
 def golden_folder() -> Path:
     """The full golden set (a few cases of it are in `tests/golden`)."""
     return place("DSPARK_GOLDEN", "the folder of the full golden set")
