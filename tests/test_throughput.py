@@ -113,8 +113,10 @@ def test_points_can_be_added_later():
     machine = FakeMachine()
     first = machine.measure(fields=FIELDS, rows=(1,))
     assert first.covers(1, 256) and not first.covers(4, 256) and not first.covers(1, 2048)
+    assert first.missing(4, 256) == [256] and first.missing(4, 2048) == [2048]
     more = machine.measure(rows=(4,), contexts=(2048,), profile=first)
-    assert more.fields == FIELDS and more.covers(4, 256) and more.covers(1, 2048)
+    assert more.fields == FIELDS and more.covers(1, 256)
+    assert more.missing(4, 300) == [256] and more.missing(1, 300) == [2048]  # read between 256 and 2048
     assert more.verify_seconds(1, 1, 256) == pytest.approx(machine.cost(1, 1, 256))
     assert more.measured_seconds > first.measured_seconds
     assert len(first.verify_points) == 4 and len(more.verify_points) == 8

@@ -131,6 +131,8 @@ class DraftGate:
         self._promised = self.decay * self._promised + promised
         self._realised = self.decay * self._realised + max(tokens_per_row - 1.0, 0.0)
         losing = self.expected_gain < 0.0
+        if self._pause:
+            return  # drafted ahead, before the round that closed the gate was over: nothing new to decide
         if self._probing:
             self._probing = False
             if losing:

@@ -78,7 +78,9 @@ def _sizes(model: torch.nn.Module) -> dict:
         " sliding_window num_local_experts num_experts num_experts_per_tok draft_vocab_size block_size markov_rank"
         " markov_head_type"
     ).split()
-    sizes = {name: value for name in names if (value := getattr(text, name, None)) is not None}
+    # Not by attribute: configs with sizes that differ by layer refuse to name one.
+    values = text.to_dict() if hasattr(text, "to_dict") else vars(text)
+    sizes = {name: value for name in names if (value := values.get(name)) is not None}
     sizes["parameters"] = sum(parameter.numel() for parameter in model.parameters())
     return sizes
 

@@ -142,11 +142,22 @@ class ThroughputProfile:
     def covers(self, rows: int, context: int = 0) -> bool:
         """Whether `rows` and `context` lie between measured ones, or close enough to trust the extrapolation.
 
-        Close: at most 1.5 times the rows and twice the context (plus 256) of the largest measured, and no fewer rows
-        than half the smallest. Where it is not, `measure(..., profile=self)` adds points.
+        Where they do not, `measure(..., profile=self)` adds points, see `missing`.
         """
-        counts = [rows for by_rows in self._curves.values() for rows in by_rows]
-        return min(counts) <= 2 * rows and rows <= 1.5 * max(counts) and context <= 2 * max(self._curves) + 256
+        return not self.missing(rows, context)
+
+    def missing(self, rows: int, context: int = 0) -> list[int]:
+        """Contexts at which `rows` rows must be measured before the table can be trusted at `context`.
+
+        Close enough is: at most 1.5 times the rows and twice the context (plus 256) of the largest measured, and no
+        fewer rows than half the smallest. The contexts around `context` are what the table is read from, so each of
+        them needs the rows.
+        """
+        known = list(self._curves)
+        if context > 2 * known[-1] + 256:
+            return [context]
+        around = sorted(set(_bracket(known, context)[:2]))
+        return [at for at in around if not (min(self._curves[at]) <= 2 * rows and rows <= 1.5 * max(self._curves[at]))]
 
     # -------------------------------------------------------------------------------------------------- measuring
 

@@ -18,7 +18,7 @@ import torch
 
 from ..draft_gate import AcceptanceTracker, DraftGate, row_cost
 from ..scheduling import Schedule, budget_lengths, predict, schedule, speculation_pays, survival
-from ..throughput import ThroughputProfile
+from ..throughput import CONTEXT_STEP, ThroughputProfile
 from .settings import Settings
 
 # A stale budget replaces the early stop where the cost curve is so jagged that stopping early loses this much.
@@ -73,7 +73,8 @@ class ConstantPolicy:
         self.settings = settings
 
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
-        return True
+        """Whether the coming round is drafted; a threshold of 1 would verify nothing of it."""
+        return self.settings.schedule == "constant" or self.settings.threshold < 1
 
     def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
         """
@@ -101,6 +102,9 @@ class ThroughputPolicy(ConstantPolicy):
     """
     Algorithm 1 on a measured cost table, and no draft at all where plain decoding is predicted to be faster.
 
+    One gate watches the batch and one each row, since a row whose drafts keep failing should not pay for a batch that
+    accepts. They start anew with every call.
+
     Args:
         settings (`Settings`): The call's knobs.
         profile (`ThroughputProfile`): What a step costs.
@@ -114,8 +118,10 @@ class ThroughputPolicy(ConstantPolicy):
         self.gate = DraftGate()
         self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
         self.tracker = AcceptanceTracker(width)
-        self._load: tuple[int, int] | None = None
+        self._situation: tuple[int, int, int] | None = None  # rows, load, context in steps of the cost table
+        self._hopeless = False  # whether not even a perfect draft would pay
         self._budget: int | None = None  # of older rounds, where the cost curve is jagged
+        self._planned = False  # whether the round in progress has its plan
 
     def _cost(self, rows: int, context: int, load: int) -> torch.Tensor:
         total = rows + load
@@ -123,26 +129,34 @@ class ThroughputPolicy(ConstantPolicy):
 
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
         """Whether the coming round is drafted; looks at finished rounds and the load only."""
-        if self._load != (len(rows), load):
-            self._load, self._budget = (len(rows), load), None
+        situation = (len(rows), load, context // CONTEXT_STEP)
+        if self._situation != situation:
+            if self._situation is None or self._situation[:2] != situation[:2]:
+                self._budget = None
+            self._situation = situation
             self._weigh(len(rows), context, load)
+        if self._hopeless or not super().wants_draft(rows, context, load):
+            return False
+        if self._planned and self.gate.is_probing:
+            return False  # asked ahead, during a probe: its outcome decides
         if self.row_gates is not None and not any(self.row_gates[row].is_open for row in rows):
             return False
         return self.gate.is_open
 
     def _weigh(self, rows: int, context: int, load: int) -> None:
-        """After a change of load: wake the gate if what was accepted would pay now, close it if nothing would."""
+        """After a change of load: wake the gate if what was accepted would pay now, rest it if nothing would."""
         cost, draft = self._cost(rows, context, load), self.profile.draft_seconds(rows)
         arguments = {"draft_seconds": draft, "load_rows": load}
         perfect = torch.ones(rows, self.width, dtype=torch.float64)
-        if not speculation_pays(perfect, cost, **arguments).pays:
-            self.gate.close()
-        elif not self.gate.is_open:
+        self._hopeless = not speculation_pays(perfect, cost, **arguments).pays
+        if not self._hopeless and not self.gate.is_open:
             known = self.tracker.survival(rows)
             if speculation_pays(known, cost, margin=_WAKE_MARGIN, **arguments).pays:
                 self.gate.wake()
 
     def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
+        """As in [`ConstantPolicy`]."""
+        self._planned = True
         cost = self._cost(len(rows), context, load)
         plain = float(cost[len(rows) + load])
         if not width:
@@ -169,6 +183,17 @@ class ThroughputPolicy(ConstantPolicy):
         return pays.budget
 
     def observe(self, rows: list[int], plan: Plan, accepted: list[int], committed: int, drafted: bool) -> None:
+        """
+        Takes in a finished round.
+
+        Args:
+            rows (`list[int]`): Rows that took part.
+            plan (`Plan`): What was planned for it.
+            accepted (`list[int]`): Drafted tokens that each row kept.
+            committed (`int`): Tokens added over all rows.
+            drafted (`bool`): Whether there was a draft.
+        """
+        self._planned = False
         if not drafted:
             self.gate.skip()
             for row in rows if self.row_gates is not None else ():
@@ -176,13 +201,13 @@ class ThroughputPolicy(ConstantPolicy):
             return
         count = len(rows)
         self.tracker.update(accepted, plan.lengths)
-        predicted = plan.expected_tokens / count
-        self.gate.observe(committed / count, plan.seconds / plan.plain_seconds, predicted)
+        self.gate.observe(committed / count, plan.seconds / plan.plain_seconds, plan.expected_tokens / count)
         if self.row_gates is None:
             return
-        tokens = count + sum(plan.lengths)
+        load = 0 if self._situation is None else self._situation[1]
+        tokens = count + load + sum(plan.lengths)
         draft = self.profile.draft_seconds(count)
-        rate = plan.expected_tokens / plan.seconds
+        rate = (plan.expected_tokens + load) / plan.seconds
         for row, length, kept in zip(rows, plan.lengths, accepted):
             gate = self.row_gates[row]
             if gate.is_open:

@@ -1,8 +1,10 @@
 """Measures what a round costs for a target and a draft, with the calls that the decoding loop makes."""
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -10,15 +12,18 @@ from .._compat import CACHE_KEY
 from ..fingerprints import fingerprint_fields
 from ..ops import first_argmax
 from ..throughput import ThroughputProfile
+from .capability import verification_path
 from .capture import TapCapture, decoder_layers
 from .drafter import Drafter
 from .ragged_cache import RaggedCache, new_dynamic_cache
-from .verifier import Verifier
+from .verifier import PACKED, RECTANGULAR, Verifier
 
-_LOCK = threading.Lock()
+# Held while measuring: two measurements at once would time each other.
+_MEASURING = threading.RLock()
 # Profiles in use, by draft and target. Weak: a profile must not keep a model alive.
 _IN_USE: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _FIRST_CONTEXT = 256  # tokens
+_SECONDS = 2.5  # for a measurement that nobody asked for
 
 
 def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputProfile:
@@ -33,113 +38,144 @@ def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputP
         context (`int`): Tokens that it has cached by then.
     """
     key = (path, model.config.get_text_config(decoder=True)._attn_implementation, torch.get_num_threads(), model.dtype)
-    with _LOCK:
+    profile = _IN_USE.get(draft, {}).get(model, {}).get(key)
+    if profile is not None and profile.covers(rows, context):
+        return profile
+    with _MEASURING:
         known = _IN_USE.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(model, {})
         profile = known.get(key)
         if profile is None:
-            fields = fingerprint_fields(model, draft) | {"path": path}
+            contexts = (_FIRST_CONTEXT,) if context <= 3 * _FIRST_CONTEXT else (_FIRST_CONTEXT, context)
             profile = ThroughputProfile.load_or_measure(
-                fields, lambda: measure_profile(model, draft, path, rows=_bracketing(rows), fields=fields)
+                profile_fields(model, draft, path), lambda: _measure_for_call(model, draft, path, rows, contexts)
             )
         if not profile.covers(rows, context):
-            contexts = (_FIRST_CONTEXT,) if profile.covers(rows) and context <= _FIRST_CONTEXT else (context,)
-            profile = measure_profile(model, draft, path, rows=_bracketing(rows), contexts=contexts, profile=profile)
-            try:
-                profile.save()
-            except OSError:  # a read-only home must not stop a generation
-                pass
+            # one measurement a call: what does not fit into its time is left to the next one
+            contexts = dict.fromkeys([*profile.missing(rows, context), *profile.missing(rows)])
+            profile = _measure_for_call(model, draft, path, rows, tuple(contexts), profile)
+            save_profile(profile)
         known[key] = profile
         return profile
 
 
-def _bracketing(rows: int) -> tuple[int, ...]:
-    """Row counts to measure for a call with `rows` rows, the most important first."""
-    return (rows,) if rows == 1 else (rows, 1)
+def profile_fields(model, draft, path: str) -> dict:
+    """What a pair's cost table is filed under."""
+    return fingerprint_fields(model, draft) | {"path": path}
+
+
+def save_profile(profile: ThroughputProfile) -> Path | None:
+    """Saves where [`profile_for`] looks; None where that cannot be written, which must not stop a generation."""
+    try:
+        return profile.save()
+    except OSError:
+        return None
+
+
+def _measure_for_call(model, draft, path: str, rows: int, contexts, profile=None) -> ThroughputProfile:
+    """The rows of the call with most of the time; then a single row, which is what is left of a batch at its end."""
+    share = 1.0 if rows == 1 else 0.75
+    profile = measure_profile(model, draft, path, (rows,), contexts, share * _SECONDS, profile=profile)
+    if rows > 1 and not profile.covers(1, max(contexts)):
+        profile = measure_profile(model, draft, path, (1,), contexts[:1], (1 - share) * _SECONDS, profile=profile)
+    return profile
 
 
 def measure_profile(
     model,
     draft,
-    path: str,
+    path: str | None = None,
     rows: Sequence[int] = (1,),
     contexts: Sequence[int] = (_FIRST_CONTEXT,),
-    time_budget: float = 2.5,
-    fields: dict | None = None,
+    time_budget: float = _SECONDS,
     profile: ThroughputProfile | None = None,
 ) -> ThroughputProfile:
     """
-    Times verification and drafting on caches of the given shapes, filled with zeros.
+    Times verification and drafting with the calls that the decoding loop makes.
 
     Args:
+        model: The target.
+        draft (`DSparkDraftModel`): The draft.
+        path (`str`, *optional*): "packed" or "rectangular"; by default what the target is verified with.
         rows, contexts (`Sequence[int]`): The grid; see [`ThroughputProfile.measure`].
         time_budget (`float`): Seconds to spend.
-        fields (`dict`, *optional*): What the profile is filed under.
         profile (`ThroughputProfile`, *optional*): A profile to extend.
+
+    Raises:
+        ValueError: the target cannot be verified in blocks.
     """
+    began = time.perf_counter()
+    if path is None:
+        path, reason = verification_path(model)
+        if path not in (PACKED, RECTANGULAR):
+            raise ValueError(f"{type(model).__name__} is not verified in batched blocks: {reason}.")
     block = draft.config.num_draft_tokens + 1
     widths = sorted({1, 2, min(4, block), block})
-    bench = _Bench(model, draft, path)
-    with torch.no_grad(), bench.capture.installed():
-        return ThroughputProfile.measure(
-            bench.verify,
-            bench.draft_once,
-            fields=fields,
-            rows=rows,
-            tokens_per_row=widths,
-            contexts=contexts,
-            time_budget=time_budget,
-            profile=profile,
-        )
+    with _MEASURING, torch.no_grad():
+        bench = _Bench(model, draft, path, max(rows), max(contexts))
+        with bench.capture.installed():
+            measured = ThroughputProfile.measure(
+                bench.verify,
+                bench.draft_once,
+                fields=profile_fields(model, draft, path),
+                rows=rows,
+                tokens_per_row=widths,
+                contexts=contexts,
+                time_budget=time_budget - (time.perf_counter() - began),
+                profile=profile,
+            )
+    measured.measured_seconds = time.perf_counter() - began + (profile.measured_seconds if profile is not None else 0)
+    return measured
 
 
 class _Bench:
-    """The calls to time; caches are made once per shape."""
+    """The calls to time, on one cache of zeros for all shapes: fewer rows use its first ones."""
 
-    def __init__(self, model, draft, path: str):
+    def __init__(self, model, draft, path: str, rows: int, context: int):
         self.model, self.draft, self.path = model, draft, path
-        self.layers = decoder_layers(model)
+        layers = decoder_layers(model)
         weight = draft.fc.weight
-        self.capture = TapCapture(self.layers, draft.config.target_layer_ids, weight.device, weight.dtype)
+        self.capture = TapCapture(layers, draft.config.target_layer_ids, weight.device, weight.dtype)
         self.shared = draft.shared_weights(model)
         self.device = model.get_input_embeddings().weight.device
         self.width = draft.config.num_draft_tokens + 1
-        self._verifiers: dict[tuple[int, int], Verifier] = {}
-        self._drafters: dict[tuple[int, int], Drafter] = {}
-        self._context = _FIRST_CONTEXT
+        source = new_dynamic_cache(model.config)
+        ids = torch.full((1, 1), 10, device=self.device)
+        model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=True, **{CACHE_KEY: source})
+        source.batch_repeat_interleave(rows)
+        self.cache = RaggedCache(source, [1] * rows, context + self.width)
+        self.verifier = Verifier(model, layers, self.cache, path, None)
+        # Different ids: a mixture of experts must not send them all the same way.
+        vocabulary = min(draft.config.vocab_size, model.get_input_embeddings().weight.shape[0])
+        self.tokens = (7 + 37 * torch.arange(rows * self.width)).remainder(vocabulary).view(rows, self.width)
+        self.tokens = self.tokens.to(self.device)
+        self.context = context
+        self._drafters: dict[int, Drafter] = {}
 
     def verify(self, rows: int, tokens_per_row: int, context: int) -> None:
-        """One verification step and the context it adds to the draft."""
-        self._context = context
-        if (rows, context) not in self._verifiers:
-            self._verifiers[rows, context] = self._new_verifier(rows, context)
-        verifier, drafter = self._verifiers[rows, context], self._drafter(rows, context)
-        tokens = torch.full((rows, tokens_per_row), 10, device=self.device)
+        """One verification step and what it adds to the draft's context."""
+        self.context = context
+        self.cache.lengths = [context] * rows
         positions = torch.full((rows,), context, device=self.device)
-        logits, states, index, offsets = verifier(tokens, [tokens_per_row] * rows, positions, self.capture)
-        first_argmax(logits).tolist()
-        if tokens_per_row > 1:
-            drafter.cache.lengths.fill_(context)
-            drafter.longest = context
-            drafter.extend(states, index, offsets, torch.zeros(rows, dtype=torch.long), tokens_per_row)
+        counts = [tokens_per_row] * rows
+        drafter = self._drafter(rows) if tokens_per_row > 1 else None
+        logits, states, index, offsets = self.verifier(self.tokens[:rows], counts, positions, self.capture)
+        following = first_argmax(logits)
+        if drafter is not None:
+            drafter.extend(states, index, offsets, torch.zeros_like(positions), tokens_per_row)
+        following.tolist()
 
     def draft_once(self, rows: int) -> None:
-        drafter = self._drafter(rows, self._context)
-        drafter.cache.lengths.fill_(self._context)
-        drafter.longest = self._context
-        drafter.draft_round(torch.full((rows,), 10, device=self.device), self.width - 1).tokens.tolist()
+        """One draft behind the context of the last verification."""
+        drafter = self._drafter(rows)
+        drafter.draft_round(self.tokens[:rows, 0], self.width - 1).tokens.tolist()
 
-    def _new_verifier(self, rows: int, context: int) -> Verifier:
-        source = new_dynamic_cache(self.model.config)
-        ids = torch.full((rows, 1), 10, device=self.device)
-        position_ids = torch.zeros_like(ids)
-        self.model(input_ids=ids, position_ids=position_ids, use_cache=True, **{CACHE_KEY: source})
-        self.capture.take()
-        cache = RaggedCache(source, [1] * rows, context + self.width)
-        cache.lengths = [context] * rows
-        return Verifier(self.model, self.layers, cache, self.path, None)
-
-    def _drafter(self, rows: int, context: int) -> Drafter:
-        if (rows, context) not in self._drafters:
-            capacity = context + self.width + self.draft.config.block_size
-            self._drafters[rows, context] = Drafter(self.draft, self.shared, rows, capacity, None)
-        return self._drafters[rows, context]
+    def _drafter(self, rows: int) -> Drafter:
+        """The draft's side for `rows` rows, at the present context."""
+        if rows not in self._drafters:
+            capacity = self.context + self.width + self.draft.config.block_size
+            self._drafters[rows] = Drafter(self.draft, self.shared, rows, capacity, None)
+        drafter = self._drafters[rows]
+        drafter.cache.lengths.fill_(self.context)
+        drafter.longest = self.context
+        drafter.cache.reserve(self.context + self.width + self.draft.config.block_size)
+        return drafter
