@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import demo, generate
+from . import demo, generate, prepare, train
 
-COMMANDS = (generate, demo)
+COMMANDS = (generate, prepare, train, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -108,7 +108,7 @@ def read_responses(file: str | Path, vocab_size: int) -> Iterator[tuple[list[int
                 raise ValueError(f"{where} has no `prompt_ids` and `response_ids`; `dspark-hf prepare` makes them.")
             for name in ("prompt_ids", "response_ids"):
                 ids = row[name]
-                if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+                if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
                     raise ValueError(f"{where}: `{name}` must be a list of token ids from 0 to {vocab_size - 1}.")
             yield row["prompt_ids"], row["response_ids"]
 

@@ -137,7 +137,7 @@ def choose_mask_token(vocab_size: int, tokenizer, counts: torch.Tensor) -> int:
     return vocab_size - 1 - int(counts[:vocab_size].flip(0).argmin())
 
 
-# Configuration ----------------------------------------------------------------------------------------------------------
+# Configuration --------------------------------------------------------------------------------------------------------
 
 
 def _config(target: nn.Module, head: TargetHead, layer: nn.Module, options: DraftOptions, warm: bool) -> DSparkConfig:
@@ -218,7 +218,7 @@ def _built_alike(layer: nn.Module) -> bool:
     return norms == pre_norm or norms >= {*pre_norm, *_SANDWICH}
 
 
-# Weights ----------------------------------------------------------------------------------------------------------------
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
 def _source_layers(layers: nn.ModuleList, options: DraftOptions) -> list[int]:

@@ -21,7 +21,12 @@ _CHUNK_ELEMENTS = 2**24
 
 @torch.no_grad()
 def soft_counts(
-    rows: ResponseRows, features: TargetFeatures, *, max_tokens: int = 200_000, batch_size: int = 8, progress: bool = True
+    rows: ResponseRows,
+    features: TargetFeatures,
+    *,
+    max_tokens: int = 200_000,
+    batch_size: int = 8,
+    progress: bool = True,
 ) -> torch.Tensor:
     """The target's next-token probabilities, summed over response tokens.
 
@@ -69,7 +74,8 @@ def choose_vocabulary(counts: torch.Tensor, size: int, required: Iterable[int] =
     required = sorted(set(required))
     if not len(required) < size <= counts.shape[0]:
         raise ValueError(
-            f"The draft vocabulary must have more than {len(required)} and at most {counts.shape[0]} tokens, got {size}."
+            f"The draft vocabulary must have more than {len(required)} and at most {counts.shape[0]} tokens, "
+            f"got {size}."
         )
     counts = counts.clone()
     counts[required] = float("inf")
