@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import demo, generate, prepare, train
+from . import calibrate, demo, generate, prepare, profile, train
 
-COMMANDS = (generate, prepare, train, demo)
+COMMANDS = (generate, prepare, train, calibrate, profile, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:

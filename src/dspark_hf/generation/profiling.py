@@ -88,6 +88,7 @@ def measure_profile(
     contexts: Sequence[int] = (_FIRST_CONTEXT,),
     time_budget: float = _SECONDS,
     profile: ThroughputProfile | None = None,
+    max_samples: int = 5,
 ) -> ThroughputProfile:
     """
     Times verification and drafting with the calls that the decoding loop makes.
@@ -99,6 +100,7 @@ def measure_profile(
         rows, contexts (`Sequence[int]`): The grid; see [`ThroughputProfile.measure`].
         time_budget (`float`): Seconds to spend.
         profile (`ThroughputProfile`, *optional*): A profile to extend.
+        max_samples (`int`): Most samples of a point.
 
     Raises:
         ValueError: the target cannot be verified in blocks.
@@ -122,6 +124,7 @@ def measure_profile(
                 contexts=contexts,
                 time_budget=time_budget - (time.perf_counter() - began),
                 profile=profile,
+                max_samples=max_samples,
             )
     measured.measured_seconds = time.perf_counter() - began + (profile.measured_seconds if profile is not None else 0)
     return measured

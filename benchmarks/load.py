@@ -1,0 +1,300 @@
+"""Does the scheduler follow the load? Speed and verify length by batch size, beside plain decoding and fixed rules.
+
+    python benchmarks/load.py --target TARGET --draft DRAFT --prompts prompts.jsonl --output load.json
+
+Every batch is answered by plain `generate()` and with the draft under three rules, all slots verified ("7 drafted"),
+the confidence threshold, and Algorithm 1 on the measured cost table ("throughput"), taking turns in an order that
+rotates. What must hold, and is judged at the end: throughput is the best rule or close to it at every number of rows,
+never much slower than plain decoding, and verifies less as rows are added.
+
+Never slower also means: with a draft that is no good. A copy of the draft with random weights and high confidences
+answers beside plain decoding over a fixed number of tokens ("useless draft").
+
+*Scheduling* is the time spent deciding, as a share of the rounds. The defaults take about ten minutes on one CPU core
+with a model of 135 million parameters; `--rows`, `--domains`, `--limit` and `--max-new-tokens` make it shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from _common import Batch, environment, make_batches, model_name, print_table, read_prompts, save_json
+from generate import Measurement, Runner, Setting, speed
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from dspark_hf import DSparkDraftModel, GenerationStats
+from dspark_hf.generation.policy import ThroughputPolicy
+
+DOMAINS = {
+    "math": ("gsm8k", "math500"),
+    "code": ("mbpp", "humaneval", "lbpp"),
+    "chat": ("mt-bench", "arena-hard-v2"),
+}
+PLAIN, THROUGHPUT = Setting(), "throughput"
+# What the scheduler is held to: share of the best rule's speed, of plain decoding's, and extra time of a bad draft.
+CLOSE_TO_BEST, NEVER_SLOWER, USELESS_COST, SCHEDULING = 0.97, 0.98, 0.03, 0.01
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add_common_arguments(parser)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="R", help="batch sizes")
+    parser.add_argument("--limit", type=int, default=1, metavar="N", help="batches of each domain (single prompts: 2N)")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N")
+    parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence rule; default: 0.5")
+    parser.add_argument("--useless-rows", nargs="*", type=int, default=[1], metavar="R", help="none: leave it out")
+    parser.add_argument("--useless-tokens", type=int, default=256, metavar="N")
+    parser.add_argument("--useless-repeats", type=int, default=2, metavar="N")
+    return parser.parse_args(argv)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark and the one of thresholds share."""
+    parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
+    parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
+    parser.add_argument(
+        "--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source"
+    )
+    parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=(*DOMAINS, "all"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: greedy")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
+    parser.add_argument("--output", type=Path, metavar="JSON")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    target, draft, prompts = load(args)
+    report = new_report("load", args)
+    report["results"], report["useless"] = [], []
+    for rows in args.rows:
+        report["results"] += measure(args, target, draft, prompts, rows)
+        print_results(report["results"][-len(args.domains) * 4 :])
+    for rows in args.useless_rows:
+        report["useless"].append(measure_useless(args, target, draft, prompts, rows))
+    report["verdicts"] = verdicts(report)
+    print()
+    print_results(report["results"])
+    for text, holds in report["verdicts"].items():
+        print(f"{'holds' if holds else 'FAILS'}: {text}")
+    if args.output is not None:
+        save_json(args.output, report)
+
+
+def load(args: argparse.Namespace) -> tuple[PreTrainedModel, DSparkDraftModel, dict[str, list[list[int]]]]:
+    """Target, draft, and prompts by domain, the sources of a domain taking turns."""
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=args.dtype).to(args.device).eval()
+    draft = DSparkDraftModel.from_pretrained(args.draft, dtype=target.dtype).to(args.device).eval()
+    by_source = read_prompts(args.prompts, lambda: AutoTokenizer.from_pretrained(args.target))
+    if args.domains == ["all"]:
+        return target, draft, {"all": take_turns(list(by_source.values()))}
+    chosen = {name: [by_source[source] for source in DOMAINS[name] if source in by_source] for name in args.domains}
+    if missing := [name for name, sources in chosen.items() if not sources]:
+        raise SystemExit(f"{args.prompts.name} holds no prompts of {', '.join(missing)}; try --domains all")
+    return target, draft, {name: take_turns(sources) for name, sources in chosen.items()}
+
+
+def take_turns(lists: list[list[list[int]]]) -> list[list[int]]:
+    """One list of all prompts, each source as evenly spread as it goes."""
+    spread = [((place + 0.5) / len(ids), prompt) for ids in lists for place, prompt in enumerate(ids)]
+    return [prompt for _, prompt in sorted(spread, key=lambda pair: pair[0])]
+
+
+def new_report(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What every report says of its making."""
+    places = ("target", "draft", "prompts", "output")
+    return {
+        "benchmark": name,
+        "environment": environment(),
+        "target": model_name(args.target),
+        "draft": model_name(args.draft),
+        "prompts": args.prompts.name,
+        "arguments": {key: value for key, value in vars(args).items() if key not in places},
+    }
+
+
+def batches_of(args: argparse.Namespace, target: PreTrainedModel, prompts: dict, rows: int, limit: int) -> list[Batch]:
+    """`limit` batches of each domain."""
+    pad = target.generation_config.pad_token_id or 0
+    chosen = {domain: ids[: rows * limit] for domain, ids in prompts.items()}
+    return [batch.to(target.device) for batch in make_batches(chosen, rows, pad)]
+
+
+def measure(args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict, rows: int) -> list[dict[str, Any]]:
+    """All rules at one number of rows, by domain."""
+    block = draft.config.num_draft_tokens
+    settings = [
+        PLAIN,
+        Setting("constant", block),
+        Setting("confidence", block, args.threshold),
+        Setting(THROUGHPUT, block),
+    ]
+    runner = Runner(args, target, draft)
+    batches = batches_of(args, target, prompts, rows, args.limit * (2 if rows == 1 else 1))
+    for setting in settings:  # first use: self-check, cost table, kernels of new shapes
+        runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=min(8, args.max_new_tokens))
+    measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
+    deciding = {batch.source: 0.0 for batch in batches}
+    for number, batch in enumerate(batches):
+        for repeat in range(args.repeats):
+            turn = (number + repeat) % len(settings)
+            for setting in settings[turn:] + settings[:turn]:
+                with timed_scheduling() as spent:
+                    runner.run(setting, batch, measured[setting][number])
+                deciding[batch.source] += spent[0] if setting.schedule == THROUGHPUT else 0.0
+    results = []
+    for domain in deciding:
+        chosen = {s: [m for m in measured[s] if m.source == domain] for s in settings}
+        for setting in settings:
+            result = {"rows": rows, "domain": domain, "setting": setting.name, **speed(chosen[setting], chosen[PLAIN])}
+            if setting.schedule is not None:
+                stats = total(chosen[setting])
+                result["share_without_draft"] = stats.share_without_draft
+                result["expected_tau"] = stats.expected_tau
+                if setting.schedule == THROUGHPUT:
+                    result["scheduling"] = deciding[domain] / (stats.seconds - stats.prefill_seconds)
+            results.append(result)
+    return results
+
+
+def total(measurements: list[Measurement]) -> GenerationStats:
+    """The statistics of several batches together."""
+    stats = GenerationStats()
+    for measurement in measurements:
+        stats.add(measurement.stats)
+    return stats
+
+
+@contextmanager
+def timed_scheduling() -> Iterator[list[float]]:
+    """Adds up the seconds that the throughput policy takes to decide, in the first entry of the list."""
+    spent = [0.0]
+
+    def timed(method):
+        def run(*args):
+            start = time.perf_counter()
+            result = method(*args)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        return run
+
+    originals = {name: getattr(ThroughputPolicy, name) for name in ("wants_draft", "plan", "observe")}
+    for name, method in originals.items():
+        setattr(ThroughputPolicy, name, timed(method))
+    try:
+        yield spent
+    finally:
+        for name, method in originals.items():
+            setattr(ThroughputPolicy, name, method)
+
+
+# ------------------------------------------------------------------------------------------------ the useless draft
+
+
+def useless_copy(draft: DSparkDraftModel) -> DSparkDraftModel:
+    """The draft with random layers, which is sure of every token it proposes."""
+    rigged = copy.deepcopy(draft)
+    rigged.config.confidence_calibration = None
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in rigged.named_parameters():
+            if parameter.dim() >= 2 and not name.startswith(("embed_tokens", "lm_head")):
+                noise = torch.randn(parameter.shape, generator=generator) * parameter.float().std().item()
+                parameter.copy_(noise)
+        head = rigged.confidence_head.proj
+        head.weight.zero_()
+        head.bias.fill_(4.0)
+    return rigged
+
+
+def measure_useless(args, target, draft: DSparkDraftModel, prompts: dict, rows: int) -> dict[str, Any]:
+    """A useless draft under the scheduler against plain decoding, end-of-sequence ignored."""
+    settings = [PLAIN, Setting(THROUGHPUT, draft.config.num_draft_tokens)]
+    runner = Runner(args, target, useless_copy(draft))
+    batches = batches_of(args, target, prompts, rows, 1)
+    length = args.useless_tokens
+    original, target.generation_config = target.generation_config, copy.deepcopy(target.generation_config)
+    target.generation_config.eos_token_id = None
+    try:
+        for setting in settings:
+            runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=8)
+        measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
+        for repeat in range(args.useless_repeats):
+            for number, batch in enumerate(batches):
+                for setting in settings if (number + repeat) % 2 else settings[::-1]:
+                    runner.run(setting, batch, measured[setting][number], max_new_tokens=length)
+    finally:
+        target.generation_config = original
+    plain, rigged = (sum(median(m.seconds) for m in measured[setting]) for setting in settings)
+    stats = total(measured[settings[1]])
+    return {
+        "rows": rows,
+        "tokens": length,
+        "plain_seconds": [m.seconds for m in measured[PLAIN]],
+        "seconds": [m.seconds for m in measured[settings[1]]],
+        "cost": rigged / plain - 1.0,
+        "tau": stats.tau,
+        "share_without_draft": stats.share_without_draft,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def verdicts(report: dict[str, Any]) -> dict[str, bool]:
+    """What must hold, in words with the figure that decides, and whether it does."""
+    cells: dict[tuple, dict[str, dict]] = {}
+    for result in report["results"]:
+        cells.setdefault((result["rows"], result["domain"]), {})[result["setting"]] = result
+    found = {}
+    for (rows, domain), by_setting in cells.items():
+        rate = by_setting[THROUGHPUT]["speedup"]
+        best = max(result["speedup"] for result in by_setting.values())
+        found[f"R={rows} {domain}: {rate / best:.3f} of the best rule"] = rate >= CLOSE_TO_BEST * best
+        found[f"R={rows} {domain}: {rate:.3f} of plain"] = rate >= NEVER_SLOWER
+    for domain in {domain for _, domain in cells}:
+        lengths = [cells[key][THROUGHPUT]["mean_verify_length"] for key in sorted(cells) if key[1] == domain]
+        text = " > ".join(f"{length:.2f}" for length in lengths)
+        found[f"{domain}: verify length falls, {text}"] = lengths == sorted(lengths, reverse=True)
+    shares = [result["scheduling"] for result in report["results"] if "scheduling" in result]
+    found[f"scheduling takes {max(shares):.2%} of a round at most"] = max(shares) <= SCHEDULING
+    for result in report["useless"]:
+        text = f"R={result['rows']}: a useless draft costs {result['cost']:.1%} over {result['tokens']} tokens"
+        found[text] = result["cost"] <= USELESS_COST
+    return found
+
+
+def print_results(results: list[dict[str, Any]]) -> None:
+    header = ("R", "prompts", "rule", "tok/s", "of plain", "verified", "tau", "promised", "no draft", "scheduling")
+    rows = []
+    for result in results:
+        row = [str(result["rows"]), result["domain"], result["setting"]]
+        row += [f"{result['tokens_per_second']:.1f}", f"{result['speedup']:.3f}"]
+        if "tau" in result:
+            promised = result["expected_tau"]
+            row += [f"{result['mean_verify_length']:.2f}", f"{result['tau']:.2f}"]
+            row += ["" if promised is None else f"{promised:.2f}", f"{result['share_without_draft']:.2f}"]
+        if "scheduling" in result:
+            row.append(f"{result['scheduling']:.2%}")
+        rows.append(row + [""] * (len(header) - len(row)))
+    print_table(header, rows)
+
+
+if __name__ == "__main__":
+    main()
