@@ -467,10 +467,9 @@ def test_dflash_of_unknown_layout_is_asked_for(folder):
         ({}, "candidate_selector.predecessor_codebook", "DFlash2"),
         ({}, "prefix_gru.weight", "Domino"),
         ({}, "layers.0.self_attn.kv_a_proj_with_mqa.weight", "latent-attention"),
-        ({}, "markov_w1.weight", "ModelOpt"),
         ({"quantization_config": {"quant_method": "fp8"}}, None, "quantised"),
-        ({"is_causal": True}, None, "`is_causal` True, which is not supported"),
-        ({"rope_is_neox_style": False}, None, "`rope_is_neox_style` False, which is not supported"),
+        ({"is_causal": True}, None, "causal inside its block in full-attention layers"),
+        ({"attention_sink_bias": True}, None, "`attention_sink_bias` True, which is not supported"),
     ],
 )
 def test_packagings_that_are_recognised_but_not_read(folder, changes, tensor, message):
@@ -478,11 +477,6 @@ def test_packagings_that_are_recognised_but_not_read(folder, changes, tensor, me
     if tensor is not None:
         edit_tensors(folder, lambda tensors: tensors.update({tensor: torch.ones(1)}))
     refused(folder, message)
-
-
-def test_settings_inside_dflash_config_are_not_read_yet(folder):
-    edit_config(folder, drop=("target_layer_ids", "mask_token_id"), dflash_config={"projector_type": "dspark"})
-    refused(folder, "`dflash_config`")
 
 
 def test_a_copy_of_the_settings_in_dflash_config_does_no_harm(folder):

@@ -46,9 +46,13 @@ class DSparkConfig(PreTrainedConfig):
         v_norm (`bool`, *optional*): values are RMS-normalised without a weight; `None` means for `"gemma4"` only.
         k_eq_v (`bool`): there is no value projection, values are the key projection's output (Gemma 4).
         rope_parameters (`dict`): flat rotary parameters with `rope_type` and `rope_theta`.
+        rope_interleaved (`bool`): the rotary embedding turns neighbouring pairs of a head (0, 1), (2, 3), ... and not
+            its two halves against each other.
         max_position_embeddings (`int`): longest sequence the rotary scaling was made for, in tokens.
         layer_types (`list[str]`, *optional*): `"full_attention"` (the default) or `"sliding_attention"`, per layer.
         sliding_window (`int`, *optional*): context tokens before the anchor that a sliding layer sees.
+        sliding_window_per_slot (`bool`): the window counts back from each slot, that slot included (Transformers'
+            rule), and not from the anchor.
         sliding_window_non_causal (`bool`): sliding layers are bidirectional inside the block, as full ones always are.
         final_logit_softcapping (`float`, *optional*): base logits become c·tanh(logits/c) before the Markov bias.
         embedding_scale (`float`, *optional*): factor on token embeddings; `None` means sqrt(H) for `"gemma4"`, else 1.
@@ -97,9 +101,11 @@ class DSparkConfig(PreTrainedConfig):
         v_norm: bool | None = None,
         k_eq_v: bool = False,
         rope_parameters: dict[str, Any] | None = None,
+        rope_interleaved: bool = False,
         max_position_embeddings: int = 40960,
         layer_types: list[str] | None = None,
         sliding_window: int | None = None,
+        sliding_window_per_slot: bool = False,
         sliding_window_non_causal: bool = False,
         final_logit_softcapping: float | None = None,
         embedding_scale: float | None = None,
@@ -140,9 +146,11 @@ class DSparkConfig(PreTrainedConfig):
         self.v_norm = backbone == "gemma4" if v_norm is None else v_norm
         self.k_eq_v = k_eq_v
         self.rope_parameters = dict(rope_parameters or {"rope_type": "default", "rope_theta": 10000.0})
+        self.rope_interleaved = rope_interleaved
         self.max_position_embeddings = max_position_embeddings
         self.layer_types = list(layer_types) if layer_types is not None else ["full_attention"] * num_hidden_layers
         self.sliding_window = sliding_window
+        self.sliding_window_per_slot = sliding_window_per_slot
         self.sliding_window_non_causal = sliding_window_non_causal
         self.final_logit_softcapping = final_logit_softcapping
         default_scale = math.sqrt(hidden_size) if backbone == "gemma4" else 1.0

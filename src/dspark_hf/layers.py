@@ -56,6 +56,7 @@ class DSparkRotaryEmbedding(nn.Module):
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
+        self.interleaved = config.rope_interleaved
         rope_type = config.rope_parameters.get("rope_type", "default")
         # Frequencies are not weights: computed here for real even when the model is created on the meta device, and no
         # buffer, so that casting the model to half precision leaves them in float32.
@@ -73,14 +74,17 @@ class DSparkRotaryEmbedding(nn.Module):
         if device not in self._inv_freq:
             self._inv_freq[device] = self._inv_freq[torch.device("cpu")].to(device)
         angles = position_ids[..., None].float() * self._inv_freq[device]
-        angles = torch.cat([angles, angles], dim=-1)
+        angles = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat([angles, angles], dim=-1)
         return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, half-split form: `states` [..., heads, D] with cos, sin [..., D]."""
-    first, second = states.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotary embedding of `states` [..., heads, D] with cos, sin [..., D]; half-split unless `interleaved`."""
+    if interleaved:
+        turned = torch.stack([-states[..., 1::2], states[..., ::2]], dim=-1).flatten(-2)
+    else:
+        first, second = states.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
     return states * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
 
 
@@ -96,6 +100,7 @@ class DSparkAttention(nn.Module):
         self.head_dim = config.head_dim
         self.kv_heads = config.num_key_value_heads
         self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.interleaved = config.rope_interleaved
         # Gemma 4 folds the scale into its query norm.
         self.scale = 1.0 if config.backbone == "gemma4" else config.head_dim**-0.5
         hidden, bias = config.hidden_size, config.attention_bias
@@ -119,7 +124,7 @@ class DSparkAttention(nn.Module):
             keys = self.k_norm(keys)
         if self.v_norm is not None:
             values = self.v_norm(values)
-        return rotate(keys, cos, sin), values
+        return rotate(keys, cos, sin, self.interleaved), values
 
     def forward(
         self,
@@ -145,7 +150,7 @@ class DSparkAttention(nn.Module):
         queries = self.q_proj(states).view(rows, slots, -1, self.head_dim)
         if self.q_norm is not None:
             queries = self.q_norm(queries)
-        queries = rotate(queries, cos, sin)
+        queries = rotate(queries, cos, sin, self.interleaved)
         # The query heads that share a KV head become further queries of it, so K and V are read once, not repeated.
         queries = queries.view(rows, slots, self.kv_heads, self.groups, self.head_dim).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(rows, self.kv_heads, self.groups * slots, self.head_dim)
@@ -247,11 +252,11 @@ def given_context_masks(
     keys = None if attention_mask is None else attention_mask.to(position_ids.device).bool()
     masks = {"full_attention": None if keys is None else keys[:, None, None]}
     if "sliding_attention" in config.layer_types:
-        # Every query of a block shares the anchor's window, as in training.
-        first = position_ids[:, context_length, None] - config.sliding_window
-        context = (position_ids[:, :context_length] >= first)[:, None].expand(rows, slots, context_length)
-        block = torch.ones(slots, slots, dtype=torch.bool, device=position_ids.device)
-        block = block if config.sliding_window_non_causal else block.tril()
+        block = _block_mask(config, slots, position_ids.device)
+        # Every query of a block shares the anchor's window, unless it has one of its own.
+        first = position_ids[:, context_length:]
+        first = first + 1 if config.sliding_window_per_slot else first[:, :1].expand_as(first)
+        context = position_ids[:, None, :context_length] >= (first - config.sliding_window)[..., None]
         mask = torch.cat([context, block.expand(rows, slots, slots)], dim=-1)
         masks["sliding_attention"] = _fold_groups(config, mask if keys is None else mask & keys[:, None])
     return masks
@@ -275,12 +280,21 @@ def cached_context_masks(
         keys = given if keys is None else keys & given
     masks = {"full_attention": None if keys is None else keys[:, None, None]}
     if "sliding_attention" in config.layer_types:
-        context = (index >= lengths - config.sliding_window) & (index < lengths)
-        place = (index - lengths)[:, None]  # [R, 1, S]: number of a slot within the block
-        last = slots - 1 if config.sliding_window_non_causal else torch.arange(slots, device=device)[:, None]
-        mask = context[:, None] | ((place >= 0) & (place <= last))
+        place = (index - lengths)[:, None]  # [R, 1, S]: number of a slot within the block, negative in the context
+        slot = torch.arange(slots, device=device)[:, None]
+        first = slot + 1 if config.sliding_window_per_slot else torch.zeros_like(slot)
+        block = _block_mask(config, slots, device)[slot, place.clamp(0, slots - 1)]
+        mask = torch.where(place < 0, place >= first - config.sliding_window, block & (place < slots))
         masks["sliding_attention"] = _fold_groups(config, mask if keys is None else mask & keys[:, None])
     return masks
+
+
+def _block_mask(config: DSparkConfig, slots: int, device: torch.device) -> torch.Tensor:
+    """Which slots [K, K] of its own block each slot sees in a sliding layer."""
+    mask = torch.ones(slots, slots, dtype=torch.bool, device=device)
+    mask = mask if config.sliding_window_non_causal else mask.tril()
+    # Only a window shorter than the block reaches in here.
+    return mask.triu(1 - config.sliding_window) if config.sliding_window_per_slot else mask
 
 
 def _is_complete(attention_mask) -> bool:

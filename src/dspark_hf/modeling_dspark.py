@@ -18,6 +18,7 @@ Axes: R rows, K slots, C context tokens, H hidden, T taps, V vocabulary of the t
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -368,6 +369,7 @@ class DSparkDraftModel(PreTrainedModel):
         cache_dir: str | None = None,
         force_download: bool = False,
         sample_from_anchor: bool | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
         **auto_kwargs,
     ) -> "DSparkDraftModel":
         """Loads a draft from a folder or Hub repository in any packaging the `checkpoints` package reads.
@@ -381,7 +383,9 @@ class DSparkDraftModel(PreTrainedModel):
             device_map (`str`, `int`, `torch.device` or `dict`, *optional*): one device, or `"auto"`. CPU if unset.
             revision, subfolder, token, local_files_only, cache_dir, force_download: as in Transformers.
             sample_from_anchor (`bool`, *optional*): overrides the block layout the checkpoint declares.
-            auto_kwargs: only what Transformers' Auto classes add on their own.
+            config_overrides (`dict`, *optional*): keys to put into the checkpoint's `config.json` before it is read,
+                where it lacks one or is wrong; `None` removes a key.
+            auto_kwargs: what Transformers' Auto classes add on their own; `low_cpu_mem_usage` changes nothing here.
 
         Raises:
             ValueError: when files, keys or tensors are missing, unexpected or of the wrong shape, listing them, or
@@ -396,29 +400,20 @@ class DSparkDraftModel(PreTrainedModel):
             local_files_only=local_files_only,
             cache_dir=cache_dir,
             force_download=force_download,
+            config_overrides=config_overrides,
         )
         file_config, reader = checkpoints.read_config(files, sample_from_anchor=sample_from_anchor)
         if config is not None and reader.name != "native":
             raise ValueError(f"`config` can only replace that of this package's own saves, not of {reader.name!r}.")
         config = file_config if config is None else copy.deepcopy(config)
+        dtype = auto_kwargs.get("torch_dtype") or dtype
         return cls._from_files(files, reader, config, dtype, checkpoints.single_device(device_map))
 
     @classmethod
     def _from_files(cls, files: checkpoints.CheckpointFiles, reader, config, dtype, device) -> "DSparkDraftModel":
         with torch.device("meta"):
             draft = cls(config)
-        expected = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
-        state = checkpoints.load_draft_weights(files, reader.rename(files.tensors), expected, dtype, device)
-        draft.load_state_dict(state, strict=True, assign=True)
-        for copied in (draft.embed_tokens, draft.lm_head):
-            if copied is not None:
-                copied.requires_grad_(False)  # frozen in training; makes them shareable with the target
-        config.dtype = draft.dtype
-        if draft.d2t is not None:
-            checkpoints.check_vocabulary_map(draft.draft_to_target, config.vocab_size)
-        if files.generation_config is not None and reader.name == "native":
-            draft.generation_config = type(draft.generation_config).from_dict(files.generation_config)
-        draft.name_or_path = config.name_or_path = files.location
+        checkpoints.fill_draft(draft, files, reader, dtype, device)
         return draft.eval()
 
     def save_pretrained(

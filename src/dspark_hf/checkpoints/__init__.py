@@ -6,15 +6,15 @@
 import os
 
 from ..configuration_dspark import DSparkConfig
-from .detect import Reader, detect_reader, read_config
-from .files import (
-    CheckpointFiles,
-    TensorInfo,
+from .detect import Reader, detect_reader, read_config, readers
+from .files import CheckpointFiles, TensorInfo, open_checkpoint
+from .loading import (
     check_auto_kwargs,
     check_vocabulary_map,
+    fill_draft,
     load_draft_weights,
-    open_checkpoint,
     single_device,
+    tensor_problems,
 )
 from .writer import deepspec_config, write_deepspec, write_native
 
@@ -43,11 +43,14 @@ __all__ = [
     "check_vocabulary_map",
     "deepspec_config",
     "detect_reader",
+    "fill_draft",
     "load_checkpoint_config",
     "load_draft_weights",
     "open_checkpoint",
     "read_config",
+    "readers",
     "single_device",
+    "tensor_problems",
     "write_deepspec",
     "write_native",
 ]

@@ -2,7 +2,8 @@
 
 The decoder's shape is nested in `transformer_layer_config`, a diff against the defaults of a Transformers
 configuration class. Tapped layers are indices into `hidden_states`, one more than the layer whose output they are. The
-vocabulary may be reduced, with `d2t` holding offsets.
+vocabulary may be reduced, with `d2t` holding offsets. Embedding and, with a full vocabulary, head are stored in older
+files and left to the target in newer ones.
 
 The block layout needs care: `sample_from_anchor` did not exist before July 2026, and files without it are 1+N,
 whatever today's class default says. `speculative_tokens` tells the two apart; when nothing does, this reader asks
@@ -15,14 +16,18 @@ from typing import Any
 from transformers import AutoConfig
 
 from ..configuration_dspark import DSparkConfig
-from .detect import Reader, Tensors, has_layer_tensor, require_keys, tap_width
+from .detect import Reader
+from .flat import Tensors, has_layer_tensor, tap_width
+from .settings import TARGET_ROPE_KEYS, require_keys
 
 
 def _matches(config: dict[str, Any], tensors: Tensors) -> bool:
     return config.get("speculators_model_type") in ("dspark", "dflash")
 
 
-def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: bool | None) -> DSparkConfig:
+def _resolve(
+    config: dict[str, Any], tensors: Tensors, sample_from_anchor: bool | None
+) -> tuple[DSparkConfig, list[str]]:
     require_keys(
         config,
         ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config"),
@@ -33,7 +38,12 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
     taps = [index - 1 for index in config["aux_hidden_state_layer_ids"]]
     layer_types = nested.get("layer_types") or ["full_attention"] * decoder.num_hidden_layers
     markov, rank = _markov_fields(config, tensors)
-    return DSparkConfig(
+    confidence, notes = _confidence_fields(config, tensors, rank)
+    anchor_first, reason = (sample_from_anchor, "override") if sample_from_anchor is not None else _layout(config)
+    notes = [f"block layout: {'anchor-first' if anchor_first else '1+N'}, by {reason}", *notes]
+    if "sliding_attention" in layer_types and config.get("sliding_window_non_causal") is None:
+        notes.append("sliding layers are causal inside the block: no `sliding_window_non_causal` says otherwise")
+    fields = dict(
         backbone="qwen3",
         hidden_size=decoder.hidden_size,
         intermediate_size=decoder.intermediate_size,
@@ -57,16 +67,17 @@ def _read_config(config: dict[str, Any], tensors: Tensors, sample_from_anchor: b
         stores_embedding="embed_tokens.weight" in tensors,
         stores_head="lm_head.weight" in tensors,
         block_size=config["block_size"],
-        sample_from_anchor=_layout(config) if sample_from_anchor is None else sample_from_anchor,
+        sample_from_anchor=anchor_first,
         mask_token_id=config["mask_token_id"],
         target_layer_ids=taps,
         target_hidden_size=tap_width(tensors, taps, decoder.hidden_size),
         **markov,
-        **_confidence_fields(config, tensors, rank),
+        **confidence,
         bos_token_id=nested.get("bos_token_id"),
         eos_token_id=nested.get("eos_token_id"),
         pad_token_id=nested.get("pad_token_id"),
     )
+    return DSparkConfig(**fields), notes
 
 
 def _decoder_config(nested: dict[str, Any]):
@@ -81,8 +92,9 @@ def _decoder_config(nested: dict[str, Any]):
 
 def _rope_parameters(decoder) -> dict[str, Any]:
     rope = dict(decoder.rope_parameters)
-    rope.pop("partial_rotary_factor", None)  # the decoder rotates the full head
-    return rope
+    rope = dict(rope.get("sliding_attention") or rope)  # of parameters by layer type, the one the library takes
+    # The decoder rotates the full head, and its positions have one axis.
+    return {key: value for key, value in rope.items() if key not in TARGET_ROPE_KEYS and value is not None}
 
 
 def _sliding_window(nested: dict[str, Any], decoder) -> int | None:
@@ -107,17 +119,17 @@ def _draft_vocabulary(config: dict[str, Any], tensors: Tensors, decoder) -> int:
     return _target_vocabulary(tensors, decoder)
 
 
-def _layout(config: dict[str, Any]) -> bool:
+def _layout(config: dict[str, Any]) -> tuple[bool, str]:
     declared = config.get("sample_from_anchor")
     if declared is not None:
-        return bool(declared)
+        return bool(declared), "`sample_from_anchor`"
     block = config["block_size"]
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or []
     tokens = {proposal.get("speculative_tokens") for proposal in proposals}
-    if tokens == {block}:
-        return True
-    if tokens == {block - 1} or config["speculators_model_type"] == "dflash":
-        return False
+    if tokens in ({block}, {block - 1}):
+        return tokens == {block}, f"`speculative_tokens` {tokens.pop()} for `block_size` {block}"
+    if config["speculators_model_type"] == "dflash":
+        return False, "the DFlash model type"
     raise ValueError(
         "The speculators config.json does not say whether the anchor slot drafts (`sample_from_anchor`). Pass "
         "`sample_from_anchor=False` to `from_pretrained` if the file was made before July 2026, `True` otherwise; "
@@ -132,19 +144,22 @@ def _markov_fields(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, 
     return dict(markov_rank=rank, markov_head_type=config.get("markov_head_type") or "vanilla"), rank
 
 
-def _confidence_fields(config: dict[str, Any], tensors: Tensors, rank: int) -> dict[str, Any]:
+def _confidence_fields(config: dict[str, Any], tensors: Tensors, rank: int) -> tuple[dict[str, Any], list[str]]:
     stored = "confidence_head.proj.weight" in tensors
-    declared = config.get("enable_confidence_head")
+    declared, notes = config.get("enable_confidence_head"), []
     if declared is not None and declared != stored:
         warnings.warn(
             f"`enable_confidence_head` is {declared}, but the file has {'a' if stored else 'no'} confidence head; "
             "going by the file.",
             stacklevel=2,
         )
-    return dict(
+        notes = [f"confidence head: the configuration says {declared}, the file {stored}"]
+    fields = dict(
         enable_confidence_head=stored,
         confidence_head_with_markov=config.get("confidence_head_with_markov", rank > 0) if stored else rank > 0,
+        confidence_calibration=config.get("confidence_calibration") if stored else None,
     )
+    return fields, notes
 
 
 def _rename(tensors: Tensors) -> dict[str, str]:
@@ -162,6 +177,6 @@ def _full_vocabulary(tensors: Tensors) -> int | None:
     return None
 
 
-READER = Reader("speculators", _matches, _read_config, _rename)
+READER = Reader("speculators", _matches, _resolve, _rename)
 
 __all__ = ["READER"]
