@@ -83,7 +83,7 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--anchors", type=int, default=512, metavar="N", help="blocks per row; default: 512")
     group.add_argument("--lr", type=float, default=6e-4, help="default: 6e-4; small drafts like 2e-3")
     group.add_argument("--min-lr-ratio", type=float, default=0.0, metavar="X", help="where the cosine ends; default: 0")
-    group.add_argument("--warmup", type=float, default=0.04, metavar="X", help="steps, or a share of them; default: 0.04")
+    group.add_argument("--warmup", type=float, default=0.04, metavar="X", help="steps, or share of them; default: 0.04")
     group.add_argument("--weight-decay", type=float, default=0.0, metavar="X")
     group.add_argument("--beta2", type=float, default=0.95, metavar="X", help="of AdamW; default: 0.95")
     group.add_argument("--clip", type=float, default=1.0, metavar="X", help="largest gradient norm; default: 1")

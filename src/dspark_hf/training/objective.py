@@ -165,6 +165,7 @@ def block_mask(
     *,
     segment_ids: torch.Tensor | None = None,
     window: int | None = None,
+    window_per_slot: bool = False,
     causal: bool = False,
     dummies_see_themselves: bool = False,
 ) -> torch.Tensor:
@@ -175,6 +176,7 @@ def block_mask(
         context_length (`int`): T.
         segment_ids (`torch.Tensor` [R, T], *optional*): restricts the context to the anchor's own sequence.
         window (`int`, *optional*): context tokens before the anchor that a sliding layer sees.
+        window_per_slot (`bool`): the window counts back from each slot, itself included, instead of from the anchor.
         causal (`bool`): slots see only earlier slots of their block (sliding layers of some drafts).
         dummies_see_themselves (`bool`): False hides everything from dummies, as the official code does. A softmax
             over nothing is 0 in current kernels but was NaN in older ones, so training prefers True; dummies are not
@@ -188,11 +190,12 @@ def block_mask(
     device = anchors.device
     keys = torch.arange(context_length, device=device)
     context = (keys < anchors[..., None]) & keep[..., None]  # [R, A, T]
-    if window is not None:
-        context &= keys >= anchors[..., None] - window
     if segment_ids is not None:
         context &= segment_ids[:, None] == _take(segment_ids, anchors)[..., None]
     context = context[:, :, None].expand(rows, count, slots, context_length)
+    if window is not None:
+        ahead = torch.arange(1, slots + 1, device=device) if window_per_slot else torch.zeros(slots, device=device)
+        context = context & (keys >= (anchors[..., None] + ahead - window)[..., None])
     inside = torch.ones(slots, slots, dtype=torch.bool, device=device)
     inside = inside.tril() if causal else inside
     same = torch.eye(count, dtype=torch.bool, device=device)[:, None, :, None] & inside[None, :, None]  # [A, K, A, K]

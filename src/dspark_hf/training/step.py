@@ -161,6 +161,7 @@ class TrainingStep(nn.Module):
                 length,
                 segment_ids=segment_ids,
                 window=config.sliding_window if sliding else None,
+                window_per_slot=config.sliding_window_per_slot,
                 causal=sliding and not config.sliding_window_non_causal,
                 dummies_see_themselves=True,
             )

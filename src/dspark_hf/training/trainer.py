@@ -16,6 +16,7 @@ import os
 import shutil
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -255,9 +256,10 @@ def export_draft(
         for name, module in modules.items():
             if getattr(exported, name) is None:
                 weight = module.weight[: config.vocab_size].detach().to("cpu", dtype)
-                copied = nn.Embedding(0, 0) if name == "embed_tokens" else nn.Linear(0, 0, bias=False)
-                copied.weight = nn.Parameter(weight)
-                setattr(exported, name, copied)
+                kind = nn.Embedding if name == "embed_tokens" else partial(nn.Linear, bias=False)
+                own = kind(1, 1)
+                own.weight = nn.Parameter(weight)
+                setattr(exported, name, own)
         config.stores_embedding = config.stores_head = True
     exported.save_pretrained(folder)
 
