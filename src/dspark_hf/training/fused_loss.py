@@ -14,7 +14,11 @@ scales what was stored. `objective.plain_loss` is the twin that the tests compar
 A reduced draft vocabulary keeps the objective exact: p is 0 outside it, which adds the target's mass there to the L1
 distance. A token outside it has no cross entropy: the draft cannot propose it.
 
-Axes: N supervised slots, H hidden, r Markov rank, V target vocabulary, V_draft draft vocabulary.
+Blocks overlap, so several slots ask for the target's distribution after the same token. Slots come in the order of
+that token, and each distribution is computed once per chunk.
+
+Axes: N supervised slots, M distinct states of the target, H hidden, r Markov rank, V vocabulary of the target, V_draft
+of the draft.
 """
 
 from dataclasses import dataclass
@@ -37,13 +41,16 @@ class SlotBatch:
     Attributes:
         hidden (`torch.Tensor` [N, H]): draft hidden states after the final norm.
         latent (`torch.Tensor` [N, r], *optional*): what the Markov head's output table projects; `None` without one.
-        target_hidden (`torch.Tensor` [N, H_target]): the target's final hidden states where it predicts the label.
+        target_hidden (`torch.Tensor` [M, H_target]): final hidden states of the target, each after which it predicts
+            the label of at least one slot.
+        sources (`torch.Tensor` [N]): which of them belongs to each slot, ascending.
         labels (`torch.Tensor` [N]): draft-vocabulary ids; -1 for a token outside it.
     """
 
     hidden: torch.Tensor
     latent: torch.Tensor | None
     target_hidden: torch.Tensor
+    sources: torch.Tensor
     labels: torch.Tensor
 
 
@@ -111,6 +118,7 @@ class _FusedTokenLoss(torch.autograd.Function):
         mixed = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if mixed else hidden.dtype
         table = None if markov is None else markov.to(dtype)
+        sources = slots.sources.tolist()  # host copy, once: where each chunk's states begin and end
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, count, terms.chunk_size):
                 chunk = slice(start, start + terms.chunk_size)
@@ -121,16 +129,21 @@ class _FusedTokenLoss(torch.autograd.Function):
                     # The base logits themselves are only needed again where a soft cap bends them.
                     logits = base.add_(bias) if softcap is None else base + bias
                     del bias
+                states = slice(sources[start], sources[min(start + terms.chunk_size, count) - 1] + 1)
+                target, outside = _target_probabilities(
+                    terms.target_head(slots.target_hidden[states]), draft.draft_to_target
+                )
+                which = slots.sources[chunk] - states.start
                 cross_entropy[chunk], distance[chunk], gradient = _chunk_terms(
                     logits,
-                    terms.target_head(slots.target_hidden[chunk]),
-                    draft.draft_to_target,
+                    target[which],
                     slots.labels[chunk],
                     terms.ce_weights[chunk],
                     terms.l1_weights[chunk],
                     terms.differentiate,
                 )
-                del logits
+                distance[chunk] += outside[which]
+                del logits, target
                 if softcap is None:
                     base = None
                 if terms.differentiate:
@@ -170,32 +183,36 @@ class _Gradients:
         self.hidden[chunk] = (gradient.to(device=weight.device, dtype=weight.dtype) @ weight).to(self.hidden.device)
 
 
+def _target_probabilities(
+    logits: torch.Tensor, draft_to_target: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's probabilities [m, V_draft] of the draft's tokens and their rest [m]; overwrites `logits` [m, V]."""
+    normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    if draft_to_target is None:
+        return logits.sub_(normaliser).exp_(), logits.new_zeros(logits.shape[0])
+    probabilities = logits[:, draft_to_target].sub_(normaliser).exp_()
+    return probabilities, (1.0 - probabilities.sum(-1)).clamp(min=0.0)
+
+
 def _chunk_terms(
     logits: torch.Tensor,
-    target_logits: torch.Tensor,
-    draft_to_target: torch.Tensor | None,
+    target: torch.Tensor,
     labels: torch.Tensor,
     ce_weights: torch.Tensor,
     l1_weights: torch.Tensor,
     differentiate: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """CE [n], L1 [n] and the gradient [n, V_draft] of a chunk; works in place where it can.
+    """CE [n], L1 inside the draft's vocabulary [n] and the gradient [n, V_draft] of a chunk.
 
-    `logits` [n, V_draft] is only read; `target_logits` [n, V] is overwritten.
+    `logits` [n, V_draft] is only read; the target's probabilities `target` [n, V_draft] are overwritten.
     """
     inside = labels >= 0
     index = labels.clamp(min=0)[:, None]
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     cross_entropy = torch.where(inside, (normaliser - logits.gather(1, index)).squeeze(1), 0.0)
     probabilities = (logits - normaliser).exp_()
-    target_normaliser = target_logits.logsumexp(dim=-1, keepdim=True)
-    if draft_to_target is None:
-        difference, outside = target_logits.sub_(target_normaliser).exp_(), 0.0
-    else:
-        difference = target_logits[:, draft_to_target].sub_(target_normaliser).exp_()
-        outside = (1.0 - difference.sum(-1)).clamp(min=0.0)
-    difference.neg_().add_(probabilities)  # p - q
-    distance = torch.linalg.vector_norm(difference, ord=1, dim=-1) + outside
+    difference = target.neg_().add_(probabilities)  # p - q
+    distance = torch.linalg.vector_norm(difference, ord=1, dim=-1)
     if not differentiate:
         return cross_entropy, distance, None
     sign = difference.sign_()

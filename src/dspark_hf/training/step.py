@@ -109,8 +109,7 @@ class TrainingStep(nn.Module):
         embeddings, latents = self._markov(blocks, hidden)
 
         weights = slot_weights(blocks.supervised, self.settings.decay)
-        index = blocks.supervised.flatten().nonzero().squeeze(1)
-        slots = self._supervised(blocks, hidden, latents, target_hidden, index)
+        slots, index = self._supervised(blocks, hidden, latents, target_hidden)
         kept = weights.flatten()[index]
         ce_kept = kept * (slots.labels >= 0)
         totals, processes = self._totals(torch.stack([kept.sum(), ce_kept.sum()]))
@@ -175,18 +174,25 @@ class TrainingStep(nn.Module):
         embeddings = head.markov_w1(blocks.previous_ids.clamp(max=self.draft.config.vocab_size - 1))
         return embeddings, teacher_forced_latents(head, embeddings, hidden)
 
-    def _supervised(self, blocks: Blocks, hidden, latents, target_hidden, index) -> SlotBatch:
-        """The slots at `index` [N] of all R·A·K."""
+    def _supervised(self, blocks: Blocks, hidden, latents, target_hidden) -> tuple[SlotBatch, torch.Tensor]:
+        """The supervised slots, ordered by the state their label follows, and their numbers [N] among all R·A·K."""
         rows, length, width = target_hidden.shape
+        index = blocks.supervised.flatten().nonzero().squeeze(1)
         first = torch.arange(rows, device=target_hidden.device)[:, None, None] * length
         sources = (blocks.label_sources + first).flatten()[index]
+        # Blocks overlap: most states predict the label of several slots, and need their logits only once.
+        states, sources = torch.unique(sources, return_inverse=True)
+        order = sources.argsort(stable=True)
+        index, sources = index[order], sources[order]
         labels = blocks.labels.flatten()[index]
-        return SlotBatch(
+        slots = SlotBatch(
             hidden=hidden.flatten(0, 2)[index],
             latent=None if latents is None else latents.flatten(0, 2)[index],
-            target_hidden=target_hidden.reshape(rows * length, width)[sources],
+            target_hidden=target_hidden.reshape(rows * length, width)[states],
+            sources=sources,
             labels=labels if self.draft_ids is None else self.draft_ids[labels],
         )
+        return slots, index
 
     def _totals(self, totals: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Sums over all processes of a training step, and their number."""
