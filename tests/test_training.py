@@ -277,6 +277,18 @@ def test_a_full_disk_loses_no_finished_checkpoint(tmp_path, size):
     assert resumed.state.global_step == 12
 
 
+@LINUX
+def test_a_full_disk_at_the_export_is_an_os_error(tmp_path):
+    draft, _ = new_draft(targets.build("qwen3"), DraftOptions(num_layers=1, mask_token_id=1, markov_rank=4))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="the draft could not be written"):
+            export_draft(draft, tmp_path, dtype=torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_damaged_checkpoints_are_named(tmp_path):
     trainer = make_trainer(tmp_path, targets.build("qwen3", "sdpa"), **STEPS)
     trainer.train()

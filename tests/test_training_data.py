@@ -1,5 +1,6 @@
 """Before training: prompts and responses, rows, the reduced vocabulary, and a new draft's start."""
 
+import copy
 import json
 import resource
 import sys
@@ -398,6 +399,12 @@ def test_logits_and_embeddings_that_are_scaled():
     assert TargetHead(targets.build("granite")).scale == pytest.approx(1 / 1.5, rel=1e-4)
     assert TargetHead(targets.build("gemma2")).softcap == 30.0
     assert TargetHead(targets.build("qwen3")).scale == 1.0
+    # Small logits hardly feel a cap, which must be noticed all the same, and in half precision too.
+    for name, softcap in (("gemma2", 30.0), ("gemma3", None), ("qwen3", None)):
+        target = copy.deepcopy(targets.build(name)).bfloat16()
+        assert (TargetHead(target).scale, TargetHead(target).softcap) == (1.0, softcap)
+        target.get_output_embeddings().weight.data *= 0.01
+        assert (TargetHead(target).scale, TargetHead(target).softcap) == (1.0, softcap)
     assert [embedding_factor(targets.build(name)) for name in ("granite", "gemma3", "llama")] == [2.0, 8.0, 1.0]
 
 

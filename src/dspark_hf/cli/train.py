@@ -64,6 +64,9 @@ def _add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("probability", "count"),
         help="choose it by the target's summed probabilities (default) or by counting tokens",
     )
+    group.add_argument(
+        "--draft-vocab-tokens", type=int, default=100_000, metavar="N", help="response tokens to sum; default: 100000"
+    )
     group.add_argument("--mask-token-id", type=int, metavar="ID", help="default: a token that is in no text")
     group.add_argument("--init", default="warm", choices=("warm", "random"), help="warm: from the target's own layers")
     group.add_argument("--source-layers", metavar="IDS", help="target layers to start from; default: the last ones")
@@ -261,7 +264,13 @@ def _choose_vocabulary(args: argparse.Namespace, draft, target, rows, training):
                 counts = rows.token_counts(draft.config.vocab_size)
             else:
                 features = TargetFeatures(target, draft.config.target_layer_ids, training.device)
-                counts = soft_counts(rows, features, batch_size=args.batch_size, progress=sys.stderr.isatty())
+                counts = soft_counts(
+                    rows,
+                    features,
+                    max_tokens=args.draft_vocab_tokens,
+                    batch_size=args.batch_size,
+                    progress=sys.stderr.isatty(),
+                )
             stop = draft.config.eos_token_id
             stop = stop if isinstance(stop, list) else [stop] if stop is not None else []
             token_ids = choose_vocabulary(counts, draft.config.draft_vocab_size, stop)

@@ -9,6 +9,8 @@ measured once against the target's own forward instead of being read from its na
 else is refused.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -58,12 +60,20 @@ class TargetHead:
         ids = probe_ids(target)
         hidden = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         wanted = target(input_ids=ids, use_cache=False).logits[..., : self.vocab_size].float()
-        tolerance = _TOLERANCE.get(wanted.dtype if target.dtype == torch.float32 else target.dtype, _HALF_TOLERANCE)
         raw = self(hidden)
-        # Least-squares factor between the two; exactly 1 for most targets, where rounding must not move it.
+        choices = [(1.0, softcap)] if softcap is not None else []
+        choices.append((1.0, None))
+        # Least-squares factor between the two; near 1 it is rounding.
         factor = ((raw * wanted).sum() / (raw * raw).sum()).item()
-        for self.scale, self.softcap in ((1.0, None), (1.0, softcap), (factor, None)):
-            if (self(hidden) - wanted).norm() <= tolerance * wanted.norm():
+        if abs(factor - 1.0) > _HALF_TOLERANCE:
+            choices.append((factor, None))
+        errors = []
+        for self.scale, self.softcap in choices:
+            errors.append(((self(hidden) - wanted).norm() / wanted.norm()).item())
+        tolerance = _TOLERANCE.get(target.dtype, _HALF_TOLERANCE)
+        for (self.scale, self.softcap), error in zip(choices, errors):
+            # The first that is as good as any: a soft cap hardly bends small logits, but is there when declared.
+            if error <= tolerance and error <= 3 * min(errors) + 1e-5:
                 return
         raise ValueError(
             f"The logits of {type(target).__name__} are not its output head applied to its last hidden state (nor that "
@@ -151,8 +161,11 @@ def embedding_factor(target: nn.Module) -> float:
         read = capture.take()
     raw = target.get_input_embeddings().weight[ids].float()
     factor = ((read * raw).sum() / (raw * raw).sum()).item()
-    matches = (read - factor * raw).norm() <= _HALF_TOLERANCE * read.norm()
-    return round(factor, 4) if matches and abs(factor - 1.0) > 1e-2 else 1.0
+    if (read - factor * raw).norm() > _HALF_TOLERANCE * read.norm():
+        return 1.0
+    # Measured in the target's precision; the usual factors are meant exactly.
+    usual = (1.0, math.sqrt(raw.shape[-1]))
+    return next((value for value in usual if abs(factor / value - 1.0) < 1e-2), round(factor, 4))
 
 
 __all__ = ["TargetFeatures", "TargetHead", "embedding_factor", "probe_ids"]

@@ -248,6 +248,9 @@ def export_draft(
         dtype (`torch.dtype`): of the weights.
         target (`PreTrainedModel`, *optional*): store copies of its embedding and head as well, as engines that load
             a draft without its target expect. The folder then holds 2·V·H more numbers.
+
+    Raises:
+        OSError: when it cannot be written.
     """
     exported = copy.deepcopy(draft).to("cpu", dtype).eval()
     config = exported.config
@@ -261,7 +264,10 @@ def export_draft(
                 own.weight = nn.Parameter(weight)
                 setattr(exported, name, own)
         config.stores_embedding = config.stores_head = True
-    exported.save_pretrained(folder)
+    try:
+        exported.save_pretrained(folder)
+    except SafetensorError as error:
+        raise OSError(f"the draft could not be written to {folder} ({error}).") from error
 
 
 __all__ = ["DSparkTrainer", "DSparkTrainingArguments", "TimeLimit", "export_draft"]

@@ -24,7 +24,7 @@ def soft_counts(
     rows: ResponseRows,
     features: TargetFeatures,
     *,
-    max_tokens: int = 200_000,
+    max_tokens: int = 100_000,
     batch_size: int = 8,
     progress: bool = True,
 ) -> torch.Tensor:
