@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from planted import planted_draft, random_draft
@@ -12,7 +14,6 @@ from transformers import (
     BloomForCausalLM,
     GenerationConfig,
     LlamaForCausalLM,
-    LogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -196,22 +197,17 @@ def test_stock_loop_is_left_where_it_would_be_wrong(kind):
     assert torch.equal(assisted(target, draft, rows[:1], **kwargs).sequences, plain_batch(target, rows[:1], **kwargs))
 
 
-class Marker(LogitsProcessor):
-    """Counts its calls; a self-check must not reach a user's processors."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores
+def forget_decisions(monkeypatch) -> None:
+    """As in a fresh process."""
+    monkeypatch.setattr(capability, "_DECIDED", {})
+    monkeypatch.setattr(capability, "_KNOWN", weakref.WeakKeyDictionary())
 
 
 def test_the_self_check_runs_once_per_kind_of_target(monkeypatch):
     decided = []
     decide = capability._decide
     monkeypatch.setattr(capability, "_decide", lambda *args: decided.append(1) or decide(*args))
-    monkeypatch.setattr(capability, "_DECIDED", {})
+    forget_decisions(monkeypatch)
     rows = clear_prompts(build("qwen3", "sdpa"), LENGTHS, 64)
     for attn in ("sdpa", "eager", "sdpa", "eager"):
         output = assisted(build("qwen3", attn), random_draft(build("qwen3", attn)), rows, max_new_tokens=8)
@@ -221,7 +217,7 @@ def test_the_self_check_runs_once_per_kind_of_target(monkeypatch):
 
 def test_the_self_check_leaves_no_trace(monkeypatch):
     """Neither the random state nor training mode nor gradients change."""
-    monkeypatch.setattr(capability, "_DECIDED", {})
+    forget_decisions(monkeypatch)
     target = build("qwen3", "sdpa")
     rows = clear_prompts(target, LENGTHS, 64)
     draft = random_draft(target)

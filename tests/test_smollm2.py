@@ -39,7 +39,7 @@ def records(scout_folder) -> list[dict]:
 
 
 def run(target, draft, prompts: list[list[int]], **kwargs):
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 2, **kwargs}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": 2, "pad_token_id": 2, **kwargs}
     return target.generate(**left_pad(prompts, pad=2), assistant_model=draft, return_dict_in_generate=True, **options)
 
 
@@ -61,7 +61,7 @@ def test_each_prompt_alone(target, draft, records):
         prompt = record["prompt_ids"]
         output = run(target, draft, [prompt])
         new = output.sequences[0, len(prompt) :].tolist()
-        assert new == record["output_ids"][:NEW_TOKENS], record["source"]
+        assert new == record["output_ids"], record["source"]
         accepted = accepted_by_row(output.dspark_stats, 1)[0]
         assert accepted == capped(record["accepted_per_round"]), record["source"]
         first = output.dspark_stats.round_events[0]
@@ -79,7 +79,9 @@ def test_the_three_prompts_in_one_batch(target, draft, records):
     width = max(map(len, prompts))
     accepted = accepted_by_row(output.dspark_stats, len(records))
     for row, record in enumerate(records):
-        assert output.sequences[row, width:].tolist() == record["output_ids"][:NEW_TOKENS]
+        new = output.sequences[row, width:].tolist()
+        length = len(record["output_ids"])
+        assert new[:length] == record["output_ids"] and set(new[length:]) <= {2}
         assert accepted[row] == capped(record["accepted_per_round"])
     assert output.dspark_stats.path == "packed"
 
