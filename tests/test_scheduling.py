@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dspark_hf.draft_gate import AcceptanceTracker, DraftGate, row_cost, time_saved
+from dspark_hf.draft_gate import AcceptanceTracker, DraftGate, row_costs, time_saved
 from dspark_hf.scheduling import (
     best_budget,
     budget_lengths,
@@ -415,8 +415,14 @@ def test_acceptance_tracker_learns_conditional_rates():
     assert tracker.survival(1)[0].tolist() == pytest.approx([1.0, 0.5, 0.25], abs=0.02)
 
 
-def test_time_saved_and_row_cost():
+def test_time_saved():
     assert time_saved(tokens=6, rows=2, seconds=0.2, plain_seconds=0.1) == pytest.approx(0.1)
-    # 2 rows, one draft verified for this one, 10 tokens per second: its share is 0.05 s of draft and 0.1 s of verify
-    cost = row_cost(length=1, rows=2, draft_seconds=0.1, verify_seconds=0.3, tokens=3, theta=10.0)
-    assert cost == pytest.approx(1.0 + 10.0 * (0.05 + 0.1))
+
+
+def test_gains_of_rows_add_up_to_that_of_the_batch():
+    lengths, accepted, draft, verify, plain = [3, 0, 1], [2, 0, 0], 0.1, 0.5, 0.3
+    costs = row_costs(lengths, 3, draft, verify - plain, rate=3 / plain)
+    assert costs == pytest.approx([1 + 10 * (0.1 / 3 + 0.15), 1 + 10 * 0.1 / 3, 1 + 10 * (0.1 / 3 + 0.05)])
+    gains = [1 + kept - cost for kept, cost in zip(accepted, costs)]
+    assert sum(gains) == pytest.approx(sum(1 + kept for kept in accepted) - 3 * (draft + verify) / plain)
+    assert row_costs([0, 0], 2, 0.0, 0.0, 5.0) == [1.0, 1.0]

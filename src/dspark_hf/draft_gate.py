@@ -235,18 +235,21 @@ def time_saved(tokens: float, rows: int, seconds: float, plain_seconds: float) -
     return tokens / rows * plain_seconds - seconds
 
 
-def row_cost(length: int, rows: int, draft_seconds: float, verify_seconds: float, tokens: int, theta: float) -> float:
-    """Relative seconds of one row for its own gate: what its draft and its verified slots cost, in tokens.
+def row_costs(
+    lengths: Sequence[int], drafting: int, draft_seconds: float, extra_seconds: float, rate: float
+) -> list[float]:
+    """Relative seconds of each row for its own gate: what its draft and its verified slots cost, in tokens.
 
-    The row would get its one token without a draft, hence the leading 1; beyond that it pays its share of the draft
-    and of the step, at the going rate of `theta` tokens per second. In `DraftGate.observe` it stands beside 1 + the
-    accepted drafts of the row.
+    A row would get its one token without a draft, hence the leading 1. Beyond that it pays its share of the draft and
+    of what verification took longer than a plain step, at the rate of plain decoding. In `DraftGate.observe` it stands
+    beside 1 + the accepted drafts of the row, and the gains of all rows add up to that of the batch.
 
     Args:
-        length (`int`): drafts of this row that were verified.
-        rows (`int`): rows that drafted.
-        draft_seconds, verify_seconds (`float`): of the whole round.
-        tokens (`int`): tokens that went through the target in the round, over all rows.
-        theta (`float`): tokens per second, realised or predicted.
+        lengths ([R]): drafts that were verified.
+        drafting (`int`): rows that share the draft, at least 1.
+        draft_seconds (`float`): of the draft.
+        extra_seconds (`float`): of the verification beyond a plain step.
+        rate (`float`): tokens per second of plain decoding, over all rows.
     """
-    return 1.0 + theta * (draft_seconds / rows + verify_seconds * length / tokens)
+    per_slot = extra_seconds / max(1, sum(lengths))
+    return [1.0 + rate * (draft_seconds / drafting + per_slot * length) for length in lengths]

@@ -16,8 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..draft_gate import AcceptanceTracker, DraftGate, row_cost
-from ..scheduling import Schedule, budget_lengths, predict, schedule, speculation_pays, survival
+from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
+from ..scheduling import (
+    Schedule,
+    budget_lengths,
+    confidence_lengths,
+    predict,
+    schedule,
+    speculation_pays,
+    survival,
+    throughput_lengths,
+)
 from ..throughput import CONTEXT_STEP, ThroughputProfile
 from .settings import Settings
 
@@ -166,9 +175,12 @@ class ThroughputPolicy(ConstantPolicy):
             limits = [limit if self.row_gates[row].is_open else 0 for row, limit in zip(rows, limits)]
         draft = self.profile.draft_seconds(len(rows))
         scores = torch.tensor(confidence, dtype=torch.float64)
+        if self.settings.threshold > 0:
+            # a cut at slot k uses scores up to k only, so it may narrow what the others choose from
+            limits = confidence_lengths(torch.tensor(confidence), self.settings.threshold, limits)
         arguments = {"cost": cost, "draft_seconds": draft, "load_rows": load}
-        result = schedule("throughput", scores, threshold=self.settings.threshold, limit=limits, **arguments)
         alive = survival(scores)
+        result = throughput_lengths(alive, limit=limits, **arguments)
         stale, self._budget = self._budget, self._next_budget(alive, result, limits, arguments)
         if stale is not None:
             result = predict(alive, budget_lengths(alive, stale, limits), **arguments)
@@ -205,12 +217,12 @@ class ThroughputPolicy(ConstantPolicy):
         if self.row_gates is None:
             return
         load = 0 if self._situation is None else self._situation[1]
-        tokens = count + load + sum(plan.lengths)
-        draft = self.profile.draft_seconds(count)
-        rate = (plan.expected_tokens + load) / plan.seconds
-        for row, length, kept in zip(rows, plan.lengths, accepted):
+        draft, drafting = self.profile.draft_seconds(count), sum(self.row_gates[row].is_open for row in rows)
+        extra = plan.seconds - draft - plan.plain_seconds
+        costs = row_costs(plan.lengths, max(1, drafting), draft, extra, (count + load) / plan.plain_seconds)
+        for row, kept, cost in zip(rows, accepted, costs):
             gate = self.row_gates[row]
             if gate.is_open:
-                gate.observe(1 + kept, row_cost(length, count, draft, plan.seconds - draft, tokens, rate))
+                gate.observe(1 + kept, cost)
             else:
                 gate.skip()
