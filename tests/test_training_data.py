@@ -408,6 +408,15 @@ def test_logits_and_embeddings_that_are_scaled():
     assert [embedding_factor(targets.build(name)) for name in ("granite", "gemma3", "llama")] == [2.0, 8.0, 1.0]
 
 
+@pytest.mark.parametrize("taps, nearest", [([0, 3], 1), ([0, 1, 3], 1), ([-1, 0], 1)])
+def test_fc_starts_as_the_nearest_tap(taps, nearest):
+    options = DraftOptions(num_layers=2, taps=taps, mask_token_id=1, markov_rank=4)  # layers 2 and 3, fed by 1
+    draft, _ = new_draft(targets.build("qwen3"), options)
+    for number, part in enumerate(draft.fc.weight.split(64, dim=1)):
+        expected = torch.eye(64) if number == nearest else torch.zeros(64, 64)
+        assert (part - expected).abs().max() < 0.05
+
+
 def test_mask_token_is_one_that_no_text_holds():
     tokenizer, counts = byte_tokenizer(), torch.ones(96)
     counts[[17, 40]] = 0

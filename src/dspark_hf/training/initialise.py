@@ -302,10 +302,10 @@ def _warm_start_attention(own: nn.Module, source: nn.Module) -> None:
 
 
 def _start_fc(draft: DSparkDraftModel, first_source: int) -> None:
-    """`fc` starts as the tap nearest below the first source layer, with a little of the others."""
+    """`fc` starts as the tap nearest to what the first source layer used to read, with a little of the others."""
     config, taps = draft.config, draft.config.target_layer_ids
     draft.fc.weight.mul_(0.1)
-    tap = max((number for number, layer in enumerate(taps) if layer < first_source), default=0)
+    tap = min(range(len(taps)), key=lambda number: abs(taps[number] - (first_source - 1)))
     width = config.target_hidden_size
     if width == config.hidden_size:
         draft.fc.weight[:, tap * width : (tap + 1) * width] += torch.eye(width)
