@@ -408,7 +408,7 @@ def test_logits_and_embeddings_that_are_scaled():
     assert [embedding_factor(targets.build(name)) for name in ("granite", "gemma3", "llama")] == [2.0, 8.0, 1.0]
 
 
-@pytest.mark.parametrize("taps, nearest", [([0, 3], 1), ([0, 1, 3], 1), ([-1, 0], 1)])
+@pytest.mark.parametrize("taps, nearest", [([0, 3], 0), ([0, 1, 3], 1), ([-1, 0], 1)])
 def test_fc_starts_as_the_nearest_tap(taps, nearest):
     options = DraftOptions(num_layers=2, taps=taps, mask_token_id=1, markov_rank=4)  # layers 2 and 3, fed by 1
     draft, _ = new_draft(targets.build("qwen3"), options)
