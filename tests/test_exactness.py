@@ -57,7 +57,7 @@ def test_every_architecture(name, attn):
     target = build(name, attn)
     rows = clear_prompts(target, LENGTHS, 64)
     draft = planted_for(target, rows)
-    output = check_exact(target, draft, rows)
+    output = check_exact(target, draft, rows, paths=("packed",))
     accepted = accepted_by_row(output.dspark_stats, len(rows))
     assert accepted == [planned_acceptance(draft, row, 64, 7) for row in range(len(rows))]
     assert output.dspark_stats.tau > 2.5

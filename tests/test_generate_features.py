@@ -1,4 +1,4 @@
-"""What plain `generate()` offers works with a draft too, with plain batched output (cases 12, 13, 14)."""
+"""What plain `generate()` offers works with a draft too, with plain batched output (cases 12, 13)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import pytest
 import torch
 import transformers
 from byte_tokenizer import byte_tokenizer
-from packaging import version
 from planted import planted_draft, planted_for, random_draft
 from running import BATCHED_PATHS, assisted, new_tokens, plain_batch
 from targets import PAD_TOKEN_ID, build, clear_prompts, left_pad, plain_greedy
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, TextIteratorStreamer, TextStreamer
-from transformers.generation.streamers import BaseStreamer
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import record_generation
 
 pytestmark = pytest.mark.exactness
 
 LENGTHS = (3, 7, 12)
-CACHE = "cache" if version.parse(transformers.__version__) >= version.parse("5.24.0.dev0") else "past_key_values"
 
 
 class ParityBan(LogitsProcessor):
@@ -146,99 +143,6 @@ def test_transition_scores():
     torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
-class Recorder(BaseStreamer):
-    """Keeps the chunks as plain generate's callers see them."""
-
-    def __init__(self):
-        self.chunks, self.ends = [], 0
-
-    def put(self, value):
-        assert self.ends == 0
-        self.chunks.append(value.clone())
-
-    def end(self):
-        self.ends += 1
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("eos", [None, 9])
-def test_streamer_calls_equal_plain(size, eos):
-    """Case 14: the same chunks in the same shapes, one end."""
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)[:size]
-    continuations = plain_greedy(target, rows, 64)
-    kwargs = {} if eos is None else {"eos_token_id": sorted({c[eos + r] for r, c in enumerate(continuations)})}
-    plain_recorder, recorder = Recorder(), Recorder()
-    plain_batch(target, rows, streamer=plain_recorder, **kwargs)
-    assisted(target, planted_for(target, rows), rows, streamer=recorder, **kwargs)
-    assert [chunk.tolist() for chunk in recorder.chunks] == [chunk.tolist() for chunk in plain_recorder.chunks]
-    assert recorder.ends == plain_recorder.ends == 1
-
-
-def test_text_streamers():
-    """The joined text equals the final text."""
-    target, tokenizer = build("qwen3", "sdpa"), byte_tokenizer()
-    rows = clear_prompts(target, (7,), 64)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-    output = assisted(target, planted_for(target, rows), rows, streamer=streamer)
-    assert "".join(streamer) == tokenizer.decode(new_tokens(output, rows)[0])
-
-
-def test_text_streamer_refuses_batches(capsys):
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)
-    with pytest.raises(ValueError, match="batch size 1"):
-        assisted(target, planted_for(target, rows), rows, streamer=TextStreamer(byte_tokenizer()))
-
-
-class RoundRecorder(Recorder):
-    """Also takes the rounds."""
-
-    def __init__(self):
-        super().__init__()
-        self.rounds = []
-
-    def on_round(self, event):
-        self.rounds.append(event)
-
-
-def test_on_round():
-    """One event per round, and their committed tokens are the text without its first token."""
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)
-    recorder = RoundRecorder()
-    output = assisted(target, planted_for(target, rows), rows, streamer=recorder)
-    stats = output.dspark_stats
-    assert [event.index for event in recorder.rounds] == list(range(stats.rounds))
-    committed = [[token] for token in output.sequences[:, max(LENGTHS)].tolist()]
-    for event in recorder.rounds:
-        assert event.draft_seconds >= 0 and event.verify_seconds > 0
-        for i, row in enumerate(event.rows):
-            committed[row] += event.committed[i]
-            length, accepted = event.verify_lengths[i], event.accepted[i]
-            assert len(event.committed[i]) == accepted + 1 and accepted <= length <= len(event.drafted[i])
-            assert event.committed[i][:accepted] == event.drafted[i][:accepted]
-    assert committed == new_tokens(output, rows)
-
-
-def test_statistics_add_up():
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)
-    with record_generation() as recorded:
-        first = assisted(target, planted_for(target, rows), rows).dspark_stats
-        second = assisted(target, planted_for(target, rows[:1]), rows[:1]).dspark_stats
-    assert first.new_tokens == 3 * 64 and second.new_tokens == 64
-    assert recorded.new_tokens == 4 * 64
-    assert recorded.rounds == first.rounds + second.rounds
-    assert recorded.accepted == first.accepted + second.accepted
-    for stats in (first, second):
-        assert stats.accepted == sum(sum(lengths) for lengths in stats.accepted_lengths)
-        assert len(stats.acceptance_by_position) == 7
-        assert stats.draft_seconds > 0 and stats.verify_seconds > 0 and stats.other_seconds >= 0
-    row_rounds = sum(len(event.rows) for event in first.round_events)
-    assert first.tau == pytest.approx((first.accepted + row_rounds) / row_rounds)
-
-
 def test_num_return_sequences_greedy():
     target = build("qwen3", "sdpa")
     rows = clear_prompts(target, LENGTHS, 64)
@@ -279,64 +183,6 @@ def test_positional_inputs_and_plain_tensor_output():
     output = target.generate(torch.tensor(rows), max_new_tokens=16, assistant_model=planted_for(target, rows))
     assert isinstance(output, torch.Tensor)
     assert output[0].tolist() == rows[0] + plain_greedy(target, rows, 64)[0][:16]
-
-
-def next_turn(sequences: torch.Tensor, mask: torch.Tensor, extra: list[list[int]]):
-    """Inputs of a second turn: everything so far, then new tokens of each row."""
-    new = torch.tensor(extra)
-    seen = torch.ones(len(extra), sequences.shape[1] - mask.shape[1], dtype=torch.long)
-    return torch.cat([sequences, new], dim=1), torch.cat([mask, seen, torch.ones_like(new)], dim=1)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
-@pytest.mark.parametrize("first", ["plain", "assisted"])
-@pytest.mark.parametrize("second", ["plain", "assisted"])
-def test_cache_of_an_earlier_turn(first, second, name, size):
-    """A cache handed in and the cache handed back, between plain and assisted turns in every order."""
-    if first == second == "plain":
-        pytest.skip("that is the reference")
-    target = build(name, "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)[:size]
-    inputs = left_pad(rows)
-    kwargs = {"max_new_tokens": 12, "return_dict_in_generate": True}
-    one = target.generate(
-        **inputs, **kwargs, assistant_model=planted_for(target, rows) if first == "assisted" else None
-    )
-    extra = [[40 + row, 8, 77, 21] for row in range(size)]
-    ids, mask = next_turn(one.sequences, inputs["attention_mask"], extra)
-    expected = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20)
-    cache = one[CACHE]
-    assert cache is not None and cache.get_seq_length() == one.sequences.shape[1] - 1
-    draft = None
-    if second == "assisted":
-        texts = [[t for t, m in zip(i, k, strict=True) if m] for i, k in zip(ids.tolist(), mask.tolist(), strict=True)]
-        draft = planted_draft(target)
-        draft.plan([text + e[ids.shape[1] :] for text, e in zip(texts, expected.tolist(), strict=True)])
-    two = target.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=20, assistant_model=draft, return_dict_in_generate=True,
-        **{CACHE: cache},
-    )  # fmt: skip
-    assert torch.equal(two.sequences, expected)
-    if second == "assisted":
-        assert two.dspark_stats.accepted >= two.dspark_stats.rounds
-
-
-def test_an_empty_cache_handed_in():
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)
-    output = assisted(target, planted_for(target, rows), rows, **{CACHE: DynamicCache(config=target.config)})
-    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
-
-
-@pytest.mark.parametrize(
-    "kwargs", [{"use_cache": False}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}]
-)
-def test_cache_options_do_not_change_the_output(kwargs):
-    target = build("qwen3", "sdpa")
-    rows = clear_prompts(target, LENGTHS, 64)
-    output = assisted(target, planted_for(target, rows), rows, **kwargs)
-    assert new_tokens(output, rows) == plain_greedy(target, rows, 64)
 
 
 def test_inputs_embeds():
