@@ -58,6 +58,12 @@ def dflash_draft(seed: int = 0, **changes) -> DSparkDraftModel:
     return base_draft(seed, **{**fields, "confidence_head_with_markov": False, **changes})
 
 
+def sliding_draft(seed: int = 0, **changes) -> DSparkDraftModel:
+    """One layer with a window of 6, one without."""
+    fields = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
+    return base_draft(seed, **{**fields, **changes})
+
+
 def vocabulary(draft: DSparkDraftModel) -> SharedWeights:
     """Embedding and head of a target whose weights the draft copied."""
     head = nn.Linear(HIDDEN, VOCAB, bias=False)
@@ -204,7 +210,9 @@ def lfm2(draft: DSparkDraftModel) -> tuple[dict, Tensors]:
     nested = config.pop("dflash_config")
     config |= _heads(draft) | {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False}
     keys = ("mask_token_id", "target_layer_ids")
-    config["dflash_config"] = {key: nested[key] for key in keys} | {"num_target_layers": config.pop("num_target_layers")}
+    config["dflash_config"] = {key: nested[key] for key in keys} | {
+        "num_target_layers": config.pop("num_target_layers")
+    }
     size = draft.config.head_dim
     pairs = torch.arange(size).view(2, size // 2).T.reshape(-1)  # 0, D/2, 1, D/2 + 1, ...
 

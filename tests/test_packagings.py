@@ -3,7 +3,19 @@
 import packagings
 import pytest
 import torch
-from packagings import DFLASH, DSPARK, MASK, TAPS, YARN, base_draft, block, dflash_draft, vocabulary, write
+from packagings import (
+    DFLASH,
+    DSPARK,
+    MASK,
+    TAPS,
+    YARN,
+    base_draft,
+    block,
+    dflash_draft,
+    sliding_draft,
+    vocabulary,
+    write,
+)
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.checkpoints import load_checkpoint_config
@@ -57,34 +69,30 @@ def test_yarn(exporter, tmp_path):
     check_same(write(tmp_path, *exporter(draft)), draft, DSPARK[exporter])
 
 
-def sliding(**changes):
-    fields = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=6)
-    return base_draft(**{**fields, **changes})
-
-
 @pytest.mark.parametrize("non_causal", [False, True])
 @pytest.mark.parametrize("exporter", [packagings.specforge, packagings.lfm2, packagings.speculators])
 def test_sliding_layers(exporter, non_causal, tmp_path):
     """DFlash's relatives count the window from each slot, speculators from the anchor."""
     per_slot = exporter is not packagings.speculators
-    draft = sliding(sliding_window_non_causal=non_causal, sliding_window_per_slot=per_slot)
+    draft = sliding_draft(sliding_window_non_causal=non_causal, sliding_window_per_slot=per_slot)
     config, tensors = exporter(draft)
     if non_causal and per_slot:
         config["is_causal"] = False
     loaded = check_same(write(tmp_path, config, tensors), draft, DSPARK[exporter])
     assert loaded.config.sliding_window_per_slot is per_slot
-    other = sliding(sliding_window_non_causal=non_causal, sliding_window_per_slot=not per_slot)
+    other = sliding_draft(sliding_window_non_causal=non_causal, sliding_window_per_slot=not per_slot)
     assert not torch.allclose(block(other).logits, block(draft).logits), "the window reaches into this context"
 
 
 def test_modelopt_slides_every_layer_by_a_flag(tmp_path):
-    draft = sliding(layer_types=["sliding_attention"] * 2, sliding_window_per_slot=True, sliding_window_non_causal=True)
+    every = dict(layer_types=["sliding_attention"] * 2, sliding_window_per_slot=True)
+    draft = sliding_draft(sliding_window_non_causal=True, **every)
     config, tensors = packagings.modelopt(draft)
     config |= {"layer_types": ["full_attention"] * 2}
     config["dflash_config"] |= {"use_swa": True, "swa_window_size": 6}
     check_same(write(tmp_path, config, tensors), draft, "modelopt")
     config["dflash_config"] |= {"causal": True}
-    draft = sliding(layer_types=["sliding_attention"] * 2, sliding_window_per_slot=True)
+    draft = sliding_draft(**every)
     check_same(write(tmp_path, config, tensors), draft, "modelopt")
 
 
@@ -294,7 +302,11 @@ def test_a_model_type_that_another_trainer_uses_too(tmp_path):
         ({"model_arch": "dfly"}, None, "DFly draft"),
         ({"dspark_block_size": 5, "model_type": "deepseek_v4"}, None, "DeepSeek-V4 target.*What is missing: mixture"),
         ({}, "mtp.0.main_proj.weight", "DeepSeek-V4 target"),
-        ({"quantization_config": {"quant_algo": "W4A16_NVFP4"}, "is_causal": True}, None, "W4A16_NVFP4.*block is causal"),
+        (
+            {"quantization_config": {"quant_algo": "W4A16_NVFP4"}, "is_causal": True},
+            None,
+            "W4A16_NVFP4.*block is causal",
+        ),
         ({"dflash_config": {"causal": True}}, None, "causal inside its block"),
         ({"dflash_config": {"attention_sink_bias": True}}, None, "`attention_sink_bias`"),
         ({"dflash_config": {"attention_value_scale": 0.612}}, None, "`attention_value_scale` 0.612"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from .configuration_dspark import DSparkConfig
 
@@ -110,37 +111,54 @@ def validate_target(draft: "DSparkDraftModel", target: nn.Module) -> None:
     Raises:
         ValueError: naming the fields that disagree.
     """
-    config = draft.config
-    if target.config.model_type == config.model_type:
-        raise ValueError(
+    name, rows = type(target).__name__, draft.config.vocab_size
+    problem = target_problem(draft.config, target.config, rows=rows, name=name)
+    if problem is None:
+        embedding = getattr(target.get_input_embeddings(), "weight", None)
+        rows = embedding.shape[0] if isinstance(embedding, torch.Tensor) and embedding.dim() == 2 else None
+        problem = target_problem(draft.config, target.config, rows=rows, name=name)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def target_problem(
+    config: DSparkConfig, target_config: PreTrainedConfig, *, rows: int | None = None, name: str | None = None
+) -> str | None:
+    """Why a draft cannot draft for a target with this configuration, or `None` if it can.
+
+    Args:
+        config (`DSparkConfig`): the draft's.
+        target_config (`PreTrainedConfig`): the target's.
+        rows (`int`, *optional*): rows of the target's embedding; its configured vocabulary if unset.
+        name (`str`, *optional*): how to call the target; its model type if unset.
+    """
+    if target_config.model_type == config.model_type:
+        return (
             "The target is itself a DSpark draft; call `generate` on the target model and pass the draft as "
             "`assistant_model`."
         )
-    if getattr(target.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder model; DSpark drafts for decoder-only targets."
+    if getattr(target_config, "is_encoder_decoder", False):
+        return (
+            f"{name or target_config.model_type} is an encoder-decoder model; DSpark drafts for decoder-only targets."
         )
-    text_config = target.config.get_text_config(decoder=True)
+    text_config = target_config.get_text_config(decoder=True)
     if text_config.hidden_size != config.target_hidden_size:
-        raise ValueError(
+        return (
             f"The target's `hidden_size` is {text_config.hidden_size}, but the draft was made for "
             f"`target_hidden_size` {config.target_hidden_size}."
         )
     depth, taps = text_config.num_hidden_layers, config.target_layer_ids
     if taps[-1] >= depth:
-        raise ValueError(f"The draft's `target_layer_ids` {taps} reach outside the target's {depth} layers.")
+        return f"The draft's `target_layer_ids` {taps} reach outside the target's {depth} layers."
     if config.num_target_layers is not None and config.num_target_layers != depth:
-        raise ValueError(
+        return (
             f"The target has {depth} layers, but the draft was made for `num_target_layers` "
             f"{config.num_target_layers}."
         )
-    embedding = getattr(target.get_input_embeddings(), "weight", None)
-    rows = embedding.shape[0] if isinstance(embedding, torch.Tensor) and embedding.dim() == 2 else None
     rows = text_config.vocab_size if rows is None else rows
     if not config.vocab_size <= rows <= config.vocab_size + MAX_VOCABULARY_PADDING:
-        raise ValueError(
-            f"The target's vocabulary has {rows} rows, but the draft was made for `vocab_size` {config.vocab_size}."
-        )
+        return f"The target's vocabulary has {rows} rows, but the draft was made for `vocab_size` {config.vocab_size}."
+    return None
 
 
-__all__ = ["SharedWeights", "resolve_shared_weights", "validate_target"]
+__all__ = ["SharedWeights", "resolve_shared_weights", "target_problem", "validate_target"]

@@ -6,8 +6,12 @@
 import os
 
 from ..configuration_dspark import DSparkConfig
+from .convert import PACKAGINGS, convert_checkpoint
 from .detect import Reader, detect_reader, read_config, readers
+from .engines import CHECKED, Verdict, launch_line, verdicts
+from .exports import serving_config, speculators_config, write_serving, write_speculators
 from .files import CheckpointFiles, TensorInfo, open_checkpoint
+from .inspection import Inspection, inspect_checkpoint
 from .loading import (
     check_auto_kwargs,
     check_vocabulary_map,
@@ -16,7 +20,7 @@ from .loading import (
     single_device,
     tensor_problems,
 )
-from .writer import deepspec_config, write_deepspec, write_native
+from .writer import Vocabulary, deepspec_config, write_deepspec, write_native
 
 
 def load_checkpoint_config(
@@ -36,21 +40,34 @@ def load_checkpoint_config(
 
 
 __all__ = [
+    "CHECKED",
+    "PACKAGINGS",
     "CheckpointFiles",
+    "Inspection",
     "Reader",
     "TensorInfo",
+    "Verdict",
+    "Vocabulary",
     "check_auto_kwargs",
     "check_vocabulary_map",
+    "convert_checkpoint",
     "deepspec_config",
     "detect_reader",
     "fill_draft",
+    "inspect_checkpoint",
+    "launch_line",
     "load_checkpoint_config",
     "load_draft_weights",
     "open_checkpoint",
     "read_config",
     "readers",
+    "serving_config",
     "single_device",
+    "speculators_config",
     "tensor_problems",
+    "verdicts",
     "write_deepspec",
     "write_native",
+    "write_serving",
+    "write_speculators",
 ]

@@ -117,7 +117,7 @@ def open_checkpoint(
     config_file = find(CONFIG_FILE, required=True)
     if config_file is None:
         raise ValueError(f"{location!r} has no config.json, so it is not a draft checkpoint.")
-    config = {**_read_json(config_file, location), **(config_overrides or {})}
+    config = {**read_json(config_file, location), **(config_overrides or {})}
     config = {key: value for key, value in config.items() if value is not None or key not in (config_overrides or {})}
     commit = None if is_folder else extract_commit_hash(config_file, None)
     options["revision"] = commit or revision
@@ -131,7 +131,7 @@ def open_checkpoint(
         location=location,
         config=config,
         tensors=_plain(_local_headers(location, find, options) if headers is None else headers),
-        generation_config=None if generation_file is None else _read_json(generation_file, location),
+        generation_config=None if generation_file is None else read_json(generation_file, location),
         revision=commit,
         config_file=config_file,
     )
@@ -197,7 +197,7 @@ def _file_names(location: str, find: Find, options: Mapping[str, Any]) -> list[s
 
 
 def _shard_names(index: str, location: str) -> list[str]:
-    weight_map = _read_json(index, location).get("weight_map")
+    weight_map = read_json(index, location).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{location!r}: {INDEX_FILE} has no `weight_map`.")
     _refuse(location, refuse_by_names(plain_names(weight_map).values()))
@@ -236,7 +236,12 @@ def _plain(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     }
 
 
-def _read_json(path: str, location: str) -> dict[str, Any]:
+def read_json(path: str, location: str) -> dict[str, Any]:
+    """A JSON object from a file of the checkpoint at `location`.
+
+    Raises:
+        ValueError: when the file holds none.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -247,4 +252,4 @@ def _read_json(path: str, location: str) -> dict[str, Any]:
     return content
 
 
-__all__ = ["CheckpointFiles", "TensorInfo", "open_checkpoint"]
+__all__ = ["CheckpointFiles", "TensorInfo", "open_checkpoint", "read_json"]

@@ -1,13 +1,14 @@
 """Writing drafts: this package's own layout, and the DeepSpec layout that other engines serve.
 
 Own saves keep DeepSpec's tensor names, with a `config.json` of `model_type` "dspark" in which every field is explicit.
-Where a draft can be expressed in it, `write_deepspec` writes DeepSpec's `config.json` as well.
+Where a draft can be expressed in it, `write_deepspec` writes DeepSpec's `config.json`, `write_speculators` that of the
+speculators packaging, and `write_serving` one that vLLM and SGLang both load.
 """
 
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -17,6 +18,13 @@ from .files import SINGLE_FILE
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDraftModel
+
+
+class Vocabulary(NamedTuple):
+    """A target's embedding and head, both [V, H], for packagings that store them."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor
 
 
 def write_native(
@@ -39,42 +47,54 @@ def write_native(
     draft.config.dtype = draft.dtype
     draft.config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
-    _write_weights(draft.state_dict() if state_dict is None else state_dict, folder)
+    write_weights(draft.state_dict() if state_dict is None else state_dict, folder)
 
 
-def write_deepspec(draft: "DSparkDraftModel", folder: str | os.PathLike) -> None:
+def write_deepspec(
+    draft: "DSparkDraftModel", folder: str | os.PathLike, *, vocabulary: Vocabulary | None = None
+) -> None:
     """Writes a draft in the official DeepSpec layout.
+
+    Args:
+        draft (`DSparkDraftModel`): the draft.
+        folder (`str` or `os.PathLike`): created if needed.
+        vocabulary (`Vocabulary`, *optional*): the target's, for a draft that does not store its own.
 
     Raises:
         ValueError: when the draft has something that layout cannot express.
     """
-    config = deepspec_config(draft.config)
+    config = deepspec_config(draft.config, borrowed=vocabulary is not None)
     config["dtype"] = str(draft.dtype).removeprefix("torch.")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "config.json", "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
-        file.write("\n")
-    _write_weights(draft.state_dict(), folder)
+    state = half_split_state(draft)
+    if vocabulary is not None:
+        state = with_vocabulary(state, draft, vocabulary)
+    write_json(config, Path(folder))
+    write_weights(state, Path(folder))
 
 
-def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
+def deepspec_config(config: DSparkConfig, *, borrowed: bool = False) -> dict[str, Any]:
     """`config.json` of the DeepSpec layout.
+
+    Args:
+        config (`DSparkConfig`): the draft's.
+        borrowed (`bool`): embedding and head will be taken from the target and stored.
 
     Raises:
         ValueError: naming the fields the layout cannot express.
     """
-    obstacles = {
-        "a reduced `draft_vocab_size`": config.has_reduced_vocabulary,
-        "`sample_from_anchor` false": not config.sample_from_anchor,
-        "sliding layers": "sliding_attention" in config.layer_types,
-        "no query/key norms": not config.qk_norm,
-        "biases on part of the projections": config.mlp_bias or config.attention_output_bias != config.attention_bias,
-        "no stored embedding or head": not (config.stores_embedding and config.stores_head),
-    }
-    if any(obstacles.values()):
-        listing = ", ".join(name for name, present in obstacles.items() if present)
-        raise ValueError(f"The DeepSpec layout cannot express: {listing}.")
+    qwen3 = config.backbone == "qwen3"
+    refuse(
+        "The DeepSpec layout",
+        {
+            "a reduced `draft_vocab_size`": config.has_reduced_vocabulary,
+            "`sample_from_anchor` false": not config.sample_from_anchor,
+            "sliding layers": "sliding_attention" in config.layer_types,
+            "no stored embedding or head": not (borrowed or (config.stores_embedding and config.stores_head)),
+            "scaled embeddings": qwen3 and config.embedding_scale != 1.0,
+            "soft-capped logits": qwen3 and config.final_logit_softcapping is not None,
+            **layer_obstacles(config),
+        },
+    )
     fields: dict[str, Any] = {
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
@@ -108,18 +128,38 @@ def deepspec_config(config: DSparkConfig) -> dict[str, Any]:
         fields["confidence_head_with_markov"] = config.confidence_head_with_markov
     if config.confidence_calibration is not None:
         fields["confidence_calibration"] = config.confidence_calibration  # ours; other readers pass over it
-    return fields | (_gemma4_keys(config) if config.backbone == "gemma4" else _qwen3_keys(config))
+    return fields | (qwen3_keys(config) if qwen3 else _gemma4_keys(config))
 
 
-def _qwen3_keys(config: DSparkConfig) -> dict[str, Any]:
+def refuse(layout: str, obstacles: dict[str, bool]) -> None:
+    """Raises `ValueError` naming the obstacles that are there."""
+    if any(obstacles.values()):
+        listing = ", ".join(name for name, present in obstacles.items() if present)
+        raise ValueError(f"{layout} cannot express: {listing}.")
+
+
+def layer_obstacles(config: DSparkConfig) -> dict[str, bool]:
+    """What no other packaging's layers have, with whether this draft has it."""
+    return {
+        "no query/key norms": not config.qk_norm,
+        "biases on part of the projections": config.mlp_bias or config.attention_output_bias != config.attention_bias,
+        "taps of another width than the draft": config.target_hidden_size != config.hidden_size,
+    }
+
+
+def qwen3_keys(config: DSparkConfig) -> dict[str, Any]:
+    """Keys of a Qwen 3 style draft, rotary parameters in both of Transformers' schemas."""
+    rope = dict(config.rope_parameters)
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
         "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
         "num_key_value_heads": config.num_key_value_heads,
-        "rope_parameters": dict(config.rope_parameters),
-        "rope_theta": config.rope_parameters["rope_theta"],  # the older spelling, for engines on Transformers 4
+        "rope_parameters": rope,
+        "rope_theta": rope["rope_theta"],  # the older spelling, for engines on Transformers 4
+        "rope_scaling": scaling if rope.get("rope_type", "default") != "default" else None,
         "sliding_window": None,
         "use_sliding_window": False,
     }
@@ -143,7 +183,56 @@ def _gemma4_keys(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def _write_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+def half_split_state(draft: "DSparkDraftModel") -> dict[str, torch.Tensor]:
+    """The draft's tensors for a rotary embedding that turns the halves of a head against each other.
+
+    A draft that turns neighbouring pairs computes the same with the rows of its query and key heads reordered, pairs
+    taken apart into halves; the norms in between weigh each row on its own and are reordered alike.
+    """
+    state = draft.state_dict()
+    if not draft.config.rope_interleaved:
+        return state
+    size = draft.config.head_dim
+    halves = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+    for name, tensor in state.items():
+        module = name.rpartition(".")[0]
+        if module.endswith(("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")):
+            heads = tensor.unflatten(0, (-1, size))
+            state[name] = heads[:, halves.to(tensor.device)].flatten(0, 1)
+    return state
+
+
+def with_vocabulary(
+    state: dict[str, torch.Tensor], draft: "DSparkDraftModel", vocabulary: Vocabulary
+) -> dict[str, torch.Tensor]:
+    """`state` with the target's embedding and head where the draft stores none, cut to its vocabulary.
+
+    Raises:
+        ValueError: when they do not fit the draft.
+    """
+    wanted = {"embed_tokens.weight": vocabulary.embedding, "lm_head.weight": vocabulary.head}
+    for name, tensor in wanted.items():
+        if name in state:
+            continue
+        if tensor.shape[0] < draft.config.vocab_size or tensor.shape[1] != draft.config.hidden_size:
+            raise ValueError(
+                f"The target's {name} is {list(tensor.shape)}; the draft needs [{draft.config.vocab_size}, "
+                f"{draft.config.hidden_size}]."
+            )
+        state = state | {name: tensor[: draft.config.vocab_size].to(draft.dtype)}
+    return state
+
+
+def write_json(config: dict[str, Any], folder: Path, name: str = "config.json") -> None:
+    """Writes a JSON file into `folder`, which is created if needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / name, "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2, sort_keys=True)
+        file.write("\n")
+
+
+def write_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
+    """Writes `model.safetensors`."""
     tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in state_dict.items():
@@ -161,4 +250,4 @@ def _write_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-__all__ = ["deepspec_config", "write_deepspec", "write_native"]
+__all__ = ["Vocabulary", "deepspec_config", "half_split_state", "write_deepspec", "write_native"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import calibrate, demo, generate, prepare, profile, train
+from . import calibrate, convert, demo, generate, inspect, prepare, profile, serve_command, train
 
-COMMANDS = (generate, prepare, train, calibrate, profile, demo)
+COMMANDS = (generate, prepare, train, calibrate, profile, inspect, convert, serve_command, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:
