@@ -430,13 +430,15 @@ class DSparkDraftModel(PreTrainedModel):
             save_directory (`str` or `os.PathLike`): folder, created if needed. May be the one it was loaded from.
             is_main_process (`bool`): False writes nothing (distributed training).
             state_dict (`dict`, *optional*): tensors to write in place of this model's own.
-            push_to_hub (`bool`): not supported here; call `draft.push_to_hub(repo)`.
-            hub_kwargs: what `push_to_hub` passes and has no use here; a draft is always one file.
+            push_to_hub (`bool`): upload the folder afterwards, to `repo_id` or a repository of the folder's name.
+            hub_kwargs: `repo_id`, `token`, `private`, `revision`, `commit_message` and `create_pr` of the upload. What
+                Transformers passes beside them has no use here: a draft is always one file.
         """
+        if not is_main_process:
+            return
+        checkpoints.write_native(self, save_directory, state_dict=state_dict)
         if push_to_hub:
-            raise ValueError("`push_to_hub=True` is not supported here; call `draft.push_to_hub(repo_id)`.")
-        if is_main_process:
-            checkpoints.write_native(self, save_directory, state_dict=state_dict)
+            checkpoints.push_native(save_directory, **hub_kwargs)
 
 
 __all__ = ["DSparkDraftModel", "DSparkOutput", "DraftBlock", "SharedWeights"]

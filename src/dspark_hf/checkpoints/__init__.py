@@ -20,7 +20,7 @@ from .loading import (
     single_device,
     tensor_problems,
 )
-from .writer import Vocabulary, deepspec_config, write_deepspec, write_native
+from .writer import Vocabulary, deepspec_config, push_native, write_deepspec, write_native
 
 
 def load_checkpoint_config(
@@ -59,6 +59,7 @@ __all__ = [
     "load_checkpoint_config",
     "load_draft_weights",
     "open_checkpoint",
+    "push_native",
     "read_config",
     "readers",
     "serving_config",

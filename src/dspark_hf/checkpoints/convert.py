@@ -172,7 +172,7 @@ def target_vocabulary(target: str, *, token: str | bool | None = None, cache_dir
         try:
             options = {"token": token, "cache_dir": cache_dir, "_raise_exceptions_for_missing_entries": False}
             return cached_file(target, name, **options)
-        except OSError as error:
+        except Exception as error:  # the transport below has exceptions of its own, which differ by version
             raise ValueError(f"{target!r} has no {name} that can be read: {error}") from error
 
     if find(CONFIG_FILE) is None:

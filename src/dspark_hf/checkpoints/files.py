@@ -111,7 +111,7 @@ def open_checkpoint(
             return cached_file(
                 location, name, _raise_exceptions_for_missing_entries=required, **{**options, **changes}
             )
-        except OSError as error:
+        except Exception as error:  # the transport below has exceptions of its own, which differ by version
             raise ValueError(f"{location!r} has no {name} that can be read: {error}") from error
 
     config_file = find(CONFIG_FILE, required=True)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 
 from ..configuration_dspark import DSparkConfig, validate_generation_config
-from .files import SINGLE_FILE
+from .files import CONFIG_FILE, SINGLE_FILE
 
 if TYPE_CHECKING:
     from ..modeling_dspark import DSparkDraftModel
@@ -48,6 +49,37 @@ def write_native(
     draft.config.save_pretrained(folder)
     draft.generation_config.save_pretrained(folder)
     write_weights(draft.state_dict() if state_dict is None else state_dict, folder)
+
+
+def push_native(
+    folder: str | os.PathLike,
+    *,
+    repo_id: str | None = None,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+    **unused: Any,
+) -> None:
+    """Uploads what `write_native` wrote, and nothing else that may lie in the folder, to a Hub repository.
+
+    Args:
+        folder (`str` or `os.PathLike`): the folder.
+        repo_id (`str`, *optional*): repository, created if needed; the folder's name if unset.
+        token, private, revision, commit_message, create_pr: as in `huggingface_hub`.
+        unused: arguments of Transformers' `save_pretrained` that do not apply.
+    """
+    api = HfApi(token=token)
+    repo = api.create_repo(repo_id or Path(folder).name, private=private, exist_ok=True).repo_id
+    api.upload_folder(
+        repo_id=repo,
+        folder_path=folder,
+        allow_patterns=[CONFIG_FILE, "generation_config.json", SINGLE_FILE],
+        revision=revision,
+        commit_message=commit_message or "Upload draft",
+        create_pr=create_pr,
+    )
 
 
 def write_deepspec(
@@ -250,4 +282,4 @@ def write_weights(state_dict: dict[str, torch.Tensor], folder: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-__all__ = ["Vocabulary", "deepspec_config", "half_split_state", "write_deepspec", "write_native"]
+__all__ = ["Vocabulary", "deepspec_config", "half_split_state", "push_native", "write_deepspec", "write_native"]
