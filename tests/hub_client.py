@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from packagings import checksum
 from transformers import AutoConfig, AutoModel
 
 from dspark_hf import DSparkDraftModel
@@ -18,10 +19,6 @@ from dspark_hf.cli import main
 
 FOLDER = Path(sys.argv[1])
 TOKEN = "hf_right"
-
-
-def checksum(draft) -> float:
-    return sum(parameter.double().sum().item() for parameter in draft.parameters())
 
 
 def load(repo, **options):

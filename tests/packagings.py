@@ -85,6 +85,11 @@ def block(draft: DSparkDraftModel, shared: SharedWeights | None = None, context:
     return draft.draft_block(states, torch.tensor([7, 11]), positions, shared=shared)
 
 
+def checksum(draft: DSparkDraftModel) -> float:
+    """Sum of all weights: tells copies apart across processes."""
+    return sum(parameter.double().sum().item() for parameter in draft.parameters())
+
+
 def write(folder: Path, config: dict, tensors: Tensors) -> Path:
     """Writes a checkpoint folder; returns it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import packagings
 import pytest
 from hub_server import Hub, Repo
-from packagings import base_draft, dflash_draft, write
+from packagings import base_draft, checksum, dflash_draft, write
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
@@ -26,10 +26,6 @@ OFFLINE = ["plain", "sharded", "subfolder", "auto_classes", "no_repository"]
 
 def contents(folder: Path, prefix: str = "") -> dict[str, bytes]:
     return {prefix + path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def checksum(draft) -> float:
-    return sum(parameter.double().sum().item() for parameter in draft.parameters())
 
 
 def sharded_files(folder: Path, config: dict, tensors: dict) -> dict[str, bytes]:

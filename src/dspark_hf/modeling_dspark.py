@@ -259,8 +259,9 @@ class DSparkDraftModel(PreTrainedModel):
             raise ValueError("This draft stores no head; pass `shared=draft.shared_weights(target)`.")
         weight = getattr(head, "weight", None)
         states = hidden
-        if isinstance(weight, torch.Tensor) and not weight.is_meta:
-            states = states.to(weight.device)
+        if isinstance(weight, torch.Tensor):
+            if not weight.is_meta:  # else a hook moves the input
+                states = states.to(weight.device)
             if weight.is_floating_point() and weight.dtype.itemsize > 1:
                 states = states.to(weight.dtype)
         # A borrowed head may have padding columns behind the vocabulary.

@@ -4,7 +4,8 @@ A draft is trained with the target's token embedding and output head frozen (arX
 checkpoint may leave both out, or store copies of them. Borrowed weights are handed to each call and never kept on the
 draft: one draft may serve two targets in two threads. Stored copies that turn out to be equal to the target's are
 re-pointed to the target's memory, so a large vocabulary is not held twice; not while they are being trained, since
-that would train the target too.
+that would train the target too. A target may be spread over devices or offloaded by Accelerate: its head is called as
+a module, through its hooks, and of its embedding the weight is taken from where Accelerate keeps it.
 """
 
 import weakref
@@ -50,6 +51,8 @@ def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> Shar
     config = draft.config
     embedding_module, head = target.get_input_embeddings(), target.get_output_embeddings()
     embedding = getattr(embedding_module, "weight", None)
+    if draft.embed_tokens is None:
+        embedding = _resident_weight(embedding_module)
     if draft.embed_tokens is not None:
         _share_storage(draft, target, "embed_tokens", embedding)
         embedding = draft.embed_tokens.weight
@@ -71,11 +74,37 @@ def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> Shar
     return SharedWeights(embedding=embedding, head=head)
 
 
+def _resident_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight of `module`, out of Accelerate's keeping where it is offloaded to CPU memory or disk."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_meta:
+        return weight
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module, execution_device=torch.device("cpu")):
+        weight = module.weight.detach()
+    if weight.is_meta:
+        raise ValueError(
+            "The draft has to borrow the target's input embedding, but that is on the meta device: load its weights."
+        )
+    return weight
+
+
+def target_devices(target: nn.Module) -> set[torch.device]:
+    """Devices a target computes on: those of its parameters, and of Accelerate's hooks where they are offloaded."""
+    devices = {parameter.device for parameter in target.parameters() if not parameter.is_meta}
+    for module in target.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):  # several hooks may be chained into one
+            place = getattr(part, "execution_device", None)
+            if place is not None:
+                devices.add(torch.device(place))
+    return devices
+
+
 def _check_borrowed(what: str, weight: torch.Tensor | None, config: DSparkConfig) -> None:
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"The draft has to borrow the target's {what}, but that has no plain [V, H] weight.")
-    if weight.is_meta:
-        raise ValueError(f"The draft has to borrow the target's {what}, but that is offloaded; keep it on a device.")
     if weight.shape[1] != config.hidden_size:
         raise ValueError(
             f"The draft has to borrow the target's {what}, but its width {weight.shape[1]} differs from the draft's "
@@ -161,4 +190,4 @@ def target_problem(
     return None
 
 
-__all__ = ["SharedWeights", "resolve_shared_weights", "target_problem", "validate_target"]
+__all__ = ["SharedWeights", "resolve_shared_weights", "target_devices", "target_problem", "validate_target"]

@@ -16,6 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkDraftModel
+from ..sharing import target_devices
 from ..stats import GenerateDSparkOutput, GenerationStats, publish
 from .candidate_generator import DSparkCandidateGenerator, decode_sequentially
 from .capability import PLAIN, SEQUENTIAL, verification_path
@@ -79,7 +80,7 @@ def validate_call(model, draft: DSparkDraftModel, mode: GenerationMode | None, c
             f"`cache_implementation='{config.cache_implementation}'` is not supported with a DSpark draft; "
             "leave it unset."
         )
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type != "meta"}
+    devices = target_devices(model)
     if draft.device not in devices:
         raise ValueError(
             f"the draft is on {draft.device}, the target on {', '.join(sorted(map(str, devices)))}; "
