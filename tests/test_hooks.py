@@ -209,10 +209,10 @@ def test_stock_loop_samples_exactly(monkeypatch):
     mask = torch.ones_like(ids)
     samples = [
         target.generate(ids, attention_mask=mask, assistant_model=draft, max_new_tokens=3, do_sample=True, **WARPED)
-        for _ in range(1500)
+        for _ in range(800)
     ]
     samples = torch.cat(samples)[:, len(PROMPT) :]
-    check_distribution(samples, exact_joint(target, PROMPT, 3, processors(**WARPED)), distance=0.08)
+    check_distribution(samples, exact_joint(target, PROMPT, 3, processors(**WARPED)), distance=0.1)
 
 
 # custom_generate -------------------------------------------------------------------------------------------------

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from distributions import check_distribution, exact_joint, histogram, total_variation
+from packaging import version
 from planted import draft_config, random_draft
 from running import assisted, new_tokens, use_cost_table
-from targets import build
+from targets import build, left_pad
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -250,6 +253,68 @@ def test_rows_are_independent():
     second = joint.sum(dim=0)
     pairs = torch.stack([samples[0::2, 1], samples[1::2, 1]], dim=1)
     check_distribution(pairs, second[:, None] * second[None, :], distance=0.04)
+
+
+# name -> (fields of the draft, how the loop is changed)
+LAYOUTS = {
+    "reduced vocabulary": ({"draft_vocab_size": 4, "stores_head": True}, {}),
+    "padded vocabulary": ({"vocab_size": 6, "draft_vocab_size": 6, "mask_token_id": 5}, {}),
+    "one plus n": ({"sample_from_anchor": False}, {}),
+    "drafted ahead": ({}, {"draft_ahead": True}),
+    "rectangular": ({}, {"path": "rectangular"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_in_every_layout(layout, monkeypatch):
+    """Drafts over part of the vocabulary, the other block layout, and the other ways through the loop."""
+    import dspark_hf.generation.hook as hook
+
+    changes, loop_changes = LAYOUTS[layout]
+    target = small_target()
+    draft = small_draft(target, **changes)
+    if draft.d2t is not None:
+        draft.d2t.copy_(torch.tensor([2, 4, 4, 4]))  # draft ids 0..3 are target ids 2, 5, 6, 7
+    if "draft_ahead" in loop_changes:
+        loop = hook.DecodingLoop
+        monkeypatch.setattr(hook, "DecodingLoop", lambda *args, **kwargs: loop(*args, **kwargs | loop_changes))
+    if "path" in loop_changes:
+        monkeypatch.setattr(hook, "verification_path", lambda model: (loop_changes["path"], ""))
+    samples, stats = sample(target, draft, WARPED, seed=9)
+    assert stats.accepted > 0
+    assert stats.path == loop_changes.get("path", "packed")
+    check_windows(target, samples, WARPED)
+
+
+def test_exact_behind_prefix_dependent_processors():
+    """A ragged batch of two prompts with a repetition penalty: each prompt's rows follow its own distribution."""
+    target = small_target()
+    prompts = [PROMPT, [7, 2]]
+    inputs = left_pad(prompts)
+    penalty = 1.6
+    draft = small_draft(target)
+    torch.manual_seed(10)
+    batches = []
+    for _ in range(4):
+        rows = {name: value.repeat(2000, 1) for name, value in inputs.items()}
+        output = target.generate(
+            **rows,
+            assistant_model=draft,
+            max_new_tokens=LENGTH,
+            do_sample=True,
+            repetition_penalty=penalty,
+            temperature=0.7,
+            top_k=3,
+        )
+        batches.append(output[:, len(PROMPT) :].reshape(2000, 2, LENGTH))
+    samples = torch.cat(batches)
+    chain = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), *processors(temperature=0.7, top_k=3)])
+    for row, prompt in enumerate(prompts):
+        if row == 1 and version.parse(transformers.__version__) < version.parse("5.23.0"):
+            continue  # plain generate() counts a row's padding as tokens there, and so do we
+        joint = exact_joint(target, prompt, LENGTH, chain)
+        check_distribution(samples[:, row, :3], joint.sum(dim=3), distance=0.05)
+        check_distribution(samples[:, row, 2:], joint.sum(dim=(0, 1)), distance=0.05)
 
 
 def test_num_return_sequences_samples_each_copy():
