@@ -42,6 +42,7 @@ LAYOUTS = """
 | SpecForge, LFM2 | `dflash_config` and `markov_head.*` or `logit_head.*` | both places | anchor-first |
 | ModelOpt | `dflash_config` and bare `markov_w1` | both places | anchor-first |
 | z-lab DFlash | `dflash_config` and no heads | both places | 1+N |
+| Transformers' DFlash | `model_type` "muse_glimmer_assistant" | top level | 1+N |
 | TorchSpec | `target_num_hidden_layers`, `context_proj` | top level | anchor-first with a Markov head, else 1+N |
 
 Layout, first hit wins: `sample_from_anchor` given to `from_pretrained` > the key `sample_from_anchor` >

@@ -16,13 +16,8 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.sharing import target_devices
 
 ROWS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]
-EVERYTHING = (
-    "model.embed_tokens",
-    *(f"model.layers.{i}" for i in range(4)),
-    "model.norm",
-    "model.rotary_emb",
-    "lm_head",
-)
+LAYERS = tuple(f"model.layers.{number}" for number in range(4))
+EVERYTHING = ("model.embed_tokens", *LAYERS, "model.norm", "model.rotary_emb", "lm_head")
 OFFLOADED = {
     "layers": ("model.layers.1", "model.layers.2"),
     "head": ("model.layers.2", "lm_head"),
@@ -46,13 +41,16 @@ def dispatched(saved, tmp_path, parts, **options):
 
 
 def check(target, draft):
-    output = assisted(target, draft, ROWS, max_new_tokens=12, do_sample=False)
-    assert new_tokens(output, ROWS) == plain_greedy(build("qwen3"), ROWS, 12)
+    output = assisted(target, draft, ROWS, max_new_tokens=8, do_sample=False)
+    assert new_tokens(output, ROWS) == plain_greedy(build("qwen3"), ROWS, 8)
     return output.dspark_stats
 
 
-@pytest.mark.parametrize("stored", [False, True], ids=["borrowed", "stored"])
-@pytest.mark.parametrize("parts", OFFLOADED.values(), ids=OFFLOADED)
+@pytest.mark.parametrize(
+    ("parts", "stored"),
+    [*((parts, False) for parts in OFFLOADED.values()), (OFFLOADED["everything that weighs"], True)],
+    ids=[*OFFLOADED, "everything, nothing borrowed"],
+)
 def test_target_dispatched_over_memory_and_disk(parts, stored, saved, tmp_path):
     target = dispatched(saved, tmp_path, parts)
     assert any(parameter.is_meta for parameter in target.parameters())
@@ -91,10 +89,10 @@ def test_a_target_without_weights_is_refused():
 def test_draft_in_another_dtype_than_its_target(target_dtype, draft_dtype, parts, saved, tmp_path):
     target = dispatched(saved, tmp_path, parts, dtype=getattr(torch, target_dtype))
     draft = random_draft(target).to(getattr(torch, draft_dtype))
-    output = assisted(target, draft, ROWS, max_new_tokens=12, do_sample=False)
+    output = assisted(target, draft, ROWS, max_new_tokens=8, do_sample=False)
     assert output.dspark_stats.drafted > 0
     if target_dtype == "float32":
-        assert new_tokens(output, ROWS) == plain_greedy(build("qwen3"), ROWS, 12)
+        assert new_tokens(output, ROWS) == plain_greedy(build("qwen3"), ROWS, 8)
 
 
 # Where a draft goes -----------------------------------------------------------------------------------------

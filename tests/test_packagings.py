@@ -3,6 +3,7 @@
 import packagings
 import pytest
 import torch
+import transformers
 from packagings import (
     DFLASH,
     DSPARK,
@@ -106,6 +107,49 @@ def test_reduced_vocabulary(tmp_path):
     expected = block(draft).logits
     embedding = packagings.SharedWeights(embedding=draft.embed_tokens.weight, head=None)
     torch.testing.assert_close(block(loaded, embedding).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("context", [4, 9, 20])
+def test_transformers_own_dflash_draft(context, tmp_path):
+    """Against the model in Transformers itself, with a window that reaches into the context."""
+    classes = pytest.importorskip("transformers.models.muse_glimmer_assistant")
+    config = classes.MuseGlimmerAssistantConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        block_size=5,
+        mask_token_id=MASK,
+        target_layer_ids=TAPS,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = classes.MuseGlimmerAssistantModel(config).eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = 1.0 + 0.2 * noise if "norm" in name else 0.25 * noise
+    model.save_pretrained(tmp_path)
+    draft = DSparkDraftModel.from_pretrained(tmp_path, config_overrides={"vocab_size": 60})
+    assert load_checkpoint_config(tmp_path)[1].name == "transformers-dflash"
+    assert load_checkpoint_config(tmp_path)[0].vocab_size == 202048 and draft.config.num_draft_tokens == 4
+    embedding = torch.randn(60, 32)
+    ids = torch.tensor([[7, MASK, MASK, MASK, MASK]])
+    states, positions = torch.randn(1, context, 3 * 32), torch.arange(context + 5)[None]
+    shared = packagings.SharedWeights(embedding=embedding, head=None)
+    ours = draft(ids, states, positions, shared=shared, return_logits=False).last_hidden_state
+    cache = transformers.cache_utils.DFlashCache(config=config)
+    cache.activate_past_recording()
+    cache.set_previous_accepted_tokens(context)
+    with torch.no_grad():
+        theirs = model(embedding[ids], states, position_ids=positions, cache=cache, use_cache=True).last_hidden_state
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 # Layout and taps --------------------------------------------------------------------------------------------

@@ -46,9 +46,9 @@ class Reader:
 
 def readers() -> tuple[Reader, ...]:
     """All packagings, in the order in which they are tried."""
-    from . import deepspec, dflash, modelopt, specforge, speculators, torchspec
+    from . import deepspec, dflash, modelopt, specforge, speculators, torchspec, transformers_dflash
 
-    modules = (speculators, torchspec, modelopt, specforge, dflash, deepspec)
+    modules = (speculators, transformers_dflash, torchspec, modelopt, specforge, dflash, deepspec)
     return tuple(module.READER for module in modules)
 
 
