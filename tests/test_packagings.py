@@ -17,6 +17,8 @@ from packagings import (
     vocabulary,
     write,
 )
+from running import check_exact
+from targets import build
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.checkpoints import load_checkpoint_config
@@ -150,6 +152,19 @@ def test_transformers_own_dflash_draft(context, tmp_path):
     with torch.no_grad():
         theirs = model(embedding[ids], states, position_ids=positions, cache=cache, use_cache=True).last_hidden_state
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "exporter", [packagings.lfm2, packagings.modelopt, packagings.speculators_today, packagings.zlab]
+)
+def test_what_is_loaded_drafts_in_generate(name, tmp_path):
+    exporter = getattr(packagings, name)
+    target = build("qwen3", hidden_size=32, vocab_size=60, num_hidden_layers=6, max_position_embeddings=256)
+    make = dflash_draft if exporter is packagings.zlab else base_draft
+    draft = DSparkDraftModel.from_pretrained(write(tmp_path, *exporter(make())))
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    output = check_exact(target, draft, [[5, 6, 7], [8, 9, 10, 11, 12]], max_new_tokens=12)
+    assert output.dspark_stats.drafted > 0
 
 
 # Layout and taps --------------------------------------------------------------------------------------------

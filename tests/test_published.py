@@ -83,7 +83,8 @@ def test_partial_configurations_keep_what_was_seen():
 
 
 def test_compatibility_page_is_up_to_date():
-    specification = importlib.util.spec_from_file_location("make_compatibility", ROOT / "docs" / "make_compatibility.py")
+    path = ROOT / "docs" / "make_compatibility.py"
+    specification = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run python docs/make_compatibility.py"
