@@ -80,8 +80,9 @@ def test_borrowed_weights_are_the_offloaded_ones(saved, tmp_path):
 def test_a_target_without_weights_is_refused():
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(build("qwen3").config)
-    with pytest.raises(ValueError, match="on the meta device"):
-        random_draft(build("qwen3")).shared_weights(target)
+    for draft in (random_draft(target), random_draft(target, stores_embedding=True)):
+        with pytest.raises(ValueError, match="on the meta device and not offloaded"):
+            draft.shared_weights(target)
 
 
 @pytest.mark.parametrize(("target_dtype", "draft_dtype"), [("bfloat16", "float32"), ("float32", "bfloat16")])

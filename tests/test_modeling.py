@@ -67,13 +67,14 @@ def twin_norm(weight, x, eps):
     return normed if weight is None else weight * normed
 
 
-def twin_rotate(x, position, theta=10000.0):
+def twin_rotate(x, position, interleaved=False, theta=10000.0):
     half = x.shape[-1] // 2
     out = x.clone()
     for i in range(half):
         angle = position * theta ** (-2 * i / x.shape[-1])
         c, s = math.cos(angle), math.sin(angle)
-        out[..., i], out[..., half + i] = x[..., i] * c - x[..., half + i] * s, x[..., half + i] * c + x[..., i] * s
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
+        out[..., a], out[..., b] = x[..., a] * c - x[..., b] * s, x[..., b] * c + x[..., a] * s
     return out
 
 
@@ -81,8 +82,10 @@ def visible(cfg, layer_type, query, key, length):
     """Whether block slot `query` sees key `key` of context and block, context first."""
     if layer_type == "full_attention":
         return True
+    if cfg.sliding_window_per_slot and length + query - key >= cfg.sliding_window:
+        return False
     if key < length:
-        return key >= length - cfg.sliding_window
+        return cfg.sliding_window_per_slot or key >= length - cfg.sliding_window
     return cfg.sliding_window_non_causal or key - length <= query
 
 
@@ -107,8 +110,9 @@ def twin_backbone(model, ids, taps, first_position):
             k = twin_norm(attn.k_norm.weight, k, cfg.rms_norm_eps)
         if cfg.v_norm:
             v = twin_norm(None, v, cfg.rms_norm_eps)
-        k = torch.stack([twin_rotate(row, first_position + i) for i, row in enumerate(k)])
-        q = torch.stack([twin_rotate(row, first_position + length + i) for i, row in enumerate(q)])
+        pairs = cfg.rope_interleaved
+        k = torch.stack([twin_rotate(row, first_position + i, pairs) for i, row in enumerate(k)])
+        q = torch.stack([twin_rotate(row, first_position + length + i, pairs) for i, row in enumerate(q)])
         mixed = torch.zeros(count, cfg.num_attention_heads, cfg.head_dim)
         for slot in range(count):
             seen = [key for key in range(length + count) if visible(cfg, layer_type, slot, key, length)]
@@ -140,6 +144,11 @@ VARIANTS = {
     "no grouping": dict(num_key_value_heads=4),
     "sliding": SLIDING,
     "sliding non-causal": dict(SLIDING, sliding_window_non_causal=True),
+    "sliding per slot": dict(SLIDING, sliding_window_per_slot=True),
+    "window within the block": dict(
+        SLIDING, sliding_window=2, sliding_window_per_slot=True, sliding_window_non_causal=True
+    ),
+    "interleaved": dict(rope_interleaved=True),
     "gemma4": dict(backbone="gemma4", hidden_act="gelu_pytorch_tanh", final_logit_softcapping=5.0),
     "gemma4 k=v": dict(backbone="gemma4", k_eq_v=True, num_key_value_heads=1),
 }

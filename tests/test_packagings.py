@@ -21,6 +21,7 @@ from running import check_exact
 from targets import build
 
 from dspark_hf import DSparkDraftModel
+from dspark_hf._compat import CACHE_KEY
 from dspark_hf.checkpoints import load_checkpoint_config
 
 
@@ -150,8 +151,8 @@ def test_transformers_own_dflash_draft(context, tmp_path):
     cache.activate_past_recording()
     cache.set_previous_accepted_tokens(context)
     with torch.no_grad():
-        theirs = model(embedding[ids], states, position_ids=positions, cache=cache, use_cache=True).last_hidden_state
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        theirs = model(embedding[ids], states, position_ids=positions, use_cache=True, **{CACHE_KEY: cache})
+    torch.testing.assert_close(ours, theirs.last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "modelopt", "speculators_today", "zlab"])

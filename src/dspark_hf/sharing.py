@@ -69,6 +69,8 @@ def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> Shar
             )
         # Quantised heads pack their weight; only a plain one can be checked.
         weight = getattr(head, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.is_meta and getattr(head, "_hf_hook", None) is None:
+            _refuse_meta("output head")
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():
             _check_borrowed("output head", weight, config)
     return SharedWeights(embedding=embedding, head=head)
@@ -84,10 +86,15 @@ def _resident_weight(module: nn.Module) -> torch.Tensor | None:
     with align_module_device(module, execution_device=torch.device("cpu")):
         weight = module.weight.detach()
     if weight.is_meta:
-        raise ValueError(
-            "The draft has to borrow the target's input embedding, but that is on the meta device: load its weights."
-        )
+        _refuse_meta("input embedding")
     return weight
+
+
+def _refuse_meta(what: str) -> None:
+    raise ValueError(
+        f"The draft has to borrow the target's {what}, but that is on the meta device and not offloaded by Accelerate: "
+        "load its weights."
+    )
 
 
 def target_devices(target: nn.Module) -> set[torch.device]:
