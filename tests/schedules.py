@@ -11,20 +11,25 @@ class KnownCost:
     Args:
         base: seconds of any step.
         per_token: seconds of each token, those of other calls included.
+        per_row: seconds of each row, however many tokens it verifies.
         jump: share of `base` that a step costs more as soon as anything is drafted (a jagged curve).
         draft: seconds of a draft.
         free_tokens: so many tokens cost nothing (a machine that is not full).
     """
 
-    def __init__(self, base=0.05, per_token=0.001, jump=0.0, draft=0.005, free_tokens=0):
-        self.base, self.per_token, self.jump, self.draft, self.free_tokens = base, per_token, jump, draft, free_tokens
+    def __init__(self, base=0.05, per_token=0.001, per_row=0.0, jump=0.0, draft=0.005, free_tokens=0):
+        self.base, self.per_token, self.per_row, self.jump = base, per_token, per_row, jump
+        self.draft, self.free_tokens = draft, free_tokens
 
     def seconds(self, tokens: int, rows: int) -> float:
         paid = max(0, tokens - self.free_tokens)
-        return self.base * (1 + self.jump * (tokens > rows)) + self.per_token * paid
+        return self.base * (1 + self.jump * (tokens > rows)) + self.per_row * rows + self.per_token * paid
 
     def cost_table(self, max_tokens: int, rows: int = 1, context: int = 0) -> torch.Tensor:
         return torch.tensor([self.seconds(tokens, rows) for tokens in range(max_tokens + 1)], dtype=torch.float64)
+
+    def plain_seconds(self, rows: int = 1, context: int = 0) -> float:
+        return self.seconds(rows, rows)
 
     def draft_seconds(self, rows: int = 1) -> float:
         return self.draft

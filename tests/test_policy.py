@@ -1,7 +1,7 @@
 """Scheduling in the decoding loop: what is verified, what a load changes, when nothing is drafted (cases 19 and 20).
 
-The cost of a step is given by the test, so that decisions depend on nothing but the code; what is measured in earnest is
-in `test_profiling.py`, and exactness of sampling under every policy in `test_policy_exact.py`.
+The cost of a step is given by the test, so that decisions depend on nothing but the code. Measuring it is tested in
+`test_profiling.py`, and exactness of sampling under every policy in `test_policy_exact.py`.
 """
 
 from __future__ import annotations
@@ -259,19 +259,35 @@ def test_a_good_draft_is_never_paused(monkeypatch):
     assert spent < 0.5 * plain
 
 
-def test_a_row_whose_drafts_fail_does_not_pay_for_the_others(monkeypatch):
-    use_cost(monkeypatch, KnownCost(per_token=0.005))
-    target, rows = target_and_rows((7, 9), 128)
-    good, bad = plain_greedy(target, rows, 128)
+def one_good_one_bad(target, rows, budget):
+    """A draft that is nearly always right about row 0 and never about row 1, and sure of both."""
+    good, bad = plain_greedy(target, rows, budget)
     wrong = [(token + 1) % 96 for token in bad]
     draft = planted_draft(target).plan([rows[0] + good, rows[1] + wrong], pattern=(7, 6, 5), confidence=[0.9] * 7)
-    output = check_exact(target, use_schedule(draft, "throughput"), rows, max_new_tokens=128)
+    return use_schedule(draft, "throughput")
+
+
+def test_a_row_whose_drafts_fail_does_not_pay_for_the_others(monkeypatch):
+    """Its gate closes; the row that accepts goes on, since every row in the batch makes a step longer."""
+    use_cost(monkeypatch, KnownCost(base=0.01, per_row=0.03, per_token=0.003))
+    target, rows = target_and_rows((7, 9), 128)
+    output = check_exact(target, one_good_one_bad(target, rows, 128), rows, max_new_tokens=128)
     lengths = verify_lengths_by_row(output.dspark_stats, 2)
     accepted = accepted_by_row(output.dspark_stats, 2)
     assert sum(accepted[1]) == 0
     together = len(accepted[0])  # rounds in which the good row still ran
-    assert sum(lengths[1][:together]) < 0.5 * sum(lengths[0])
-    assert sum(lengths[0]) / together > 4
+    assert sum(lengths[0]) / together > 5
+    assert sum(lengths[1][:together]) < 0.6 * sum(lengths[0])
+    assert lengths[1][together:].count(0) > 0.9 * len(lengths[1][together:])
+
+
+def test_a_batch_is_not_made_slower_by_hurrying_some_of_its_rows(monkeypatch):
+    """Where rows cost nothing of their own, the call ends when the unlucky row does: drafting stops soon."""
+    use_cost(monkeypatch, KnownCost(per_token=0.0005))
+    target, rows = target_and_rows((7, 9), 128)
+    output = check_exact(target, one_good_one_bad(target, rows, 128), rows, max_new_tokens=128)
+    spent = sum(event.expected_seconds for event in output.dspark_stats.round_events)
+    assert spent <= 1.03 * 127 * KnownCost(per_token=0.0005).seconds(2, 2)
 
 
 def test_the_draft_sees_what_was_decoded_without_it(monkeypatch):

@@ -419,10 +419,11 @@ def test_time_saved():
     assert time_saved(tokens=6, rows=2, seconds=0.2, plain_seconds=0.1) == pytest.approx(0.1)
 
 
-def test_gains_of_rows_add_up_to_that_of_the_batch():
+def test_gains_of_rows_add_up_to_that_of_the_batch_but_for_the_draft():
     lengths, accepted, draft, verify, plain = [3, 0, 1], [2, 0, 0], 0.1, 0.5, 0.3
-    costs = row_costs(lengths, 3, draft, verify - plain, rate=3 / plain)
-    assert costs == pytest.approx([1 + 10 * (0.1 / 3 + 0.15), 1 + 10 * 0.1 / 3, 1 + 10 * (0.1 / 3 + 0.05)])
+    costs = row_costs(lengths, verify - plain, rate=3 / plain)
+    assert costs == pytest.approx([1 + 10 * 0.15, 1.0, 1 + 10 * 0.05])
     gains = [1 + kept - cost for kept, cost in zip(accepted, costs)]
-    assert sum(gains) == pytest.approx(sum(1 + kept for kept in accepted) - 3 * (draft + verify) / plain)
-    assert row_costs([0, 0], 2, 0.0, 0.0, 5.0) == [1.0, 1.0]
+    batch = sum(1 + kept for kept in accepted) - 3 * (draft + verify) / plain
+    assert sum(gains) - 3 * draft / plain == pytest.approx(batch)
+    assert row_costs([0, 0], 0.0, 5.0) == [1.0, 1.0]

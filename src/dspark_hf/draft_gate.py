@@ -37,12 +37,12 @@ class DraftGate:
 
     Attributes:
         allowance (`float`): plain steps that drafting may lose before the gate closes. With the defaults a useless
-            draft loses about 2 % over 256 tokens, probes included.
+            draft loses about 2 % over 256 tokens, probes included. Half as much is allowed after each reopening.
         credit (`float`): plain steps of past gains that count against later losses at most.
         decay (`float`): weight that older rounds keep in the estimate, per round; 0.95 averages over about twenty.
         first_pause, max_pause (`int`): rounds of the first pause and of the longest.
         backoff (`float`): factor by which a losing probe lengthens the pause.
-        settle (`int`): drafted rounds in a row after which a gate that stays open forgets its back-off.
+        settle (`int`): drafted rounds in a row after which a gate that stays open forgets its past closings.
         drafted_rounds, skipped_rounds, closings (`int`): counts since the start.
         account (`float`): current account, in plain steps.
     """
@@ -72,6 +72,7 @@ class DraftGate:
         self._streak = 0  # drafted rounds since the gate opened
         self._pause = 0  # rounds left until the next probe
         self._next_pause = self.first_pause
+        self._tolerance = self.allowance
         self._probing = False
         # Fading sums over drafted rounds: rounds, relative seconds, extra tokens promised and realised.
         self._weight = self._seconds = 0.0
@@ -111,7 +112,13 @@ class DraftGate:
             return 0.0
         return 1.0 + self._outlook * self.reliability - self._seconds / self._weight
 
-    def observe(self, tokens_per_row: float, relative_seconds: float, predicted_tokens: float | None = None) -> None:
+    def observe(
+        self,
+        tokens_per_row: float,
+        relative_seconds: float,
+        predicted_tokens: float | None = None,
+        banked_tokens: float | None = None,
+    ) -> None:
         """Take in a drafted round.
 
         Args:
@@ -119,10 +126,12 @@ class DraftGate:
             relative_seconds (`float`): duration of the round, draft included, in plain steps of the same rows.
             predicted_tokens (`float`, *optional*): what the confidences promised in place of `tokens_per_row`. It is
                 less noisy than the accept counts, and believed as far as it was right before.
+            banked_tokens (`float`, *optional*): what the account is credited with, where that is not `tokens_per_row`.
         """
         self.drafted_rounds += 1
         self._streak += 1
-        self.account = min(self.credit, self.account + tokens_per_row - relative_seconds)
+        banked = tokens_per_row if banked_tokens is None else banked_tokens
+        self.account = min(self.credit, self.account + banked - relative_seconds)
         # Without a prediction every round promises the same, and `reliability` becomes the mean of what was realised.
         promised = 1.0 if predicted_tokens is None else max(predicted_tokens - 1.0, 0.0)
         self._outlook = promised if self._outlook is None else 0.7 * self._outlook + 0.3 * promised
@@ -138,12 +147,13 @@ class DraftGate:
             if losing:
                 self._close()
             else:
-                # Reopened on half the allowance: the gate has been wrong about this draft before.
-                self.account, self._streak = -0.5 * self.allowance, 0
+                # Reopened on less: the gate has been wrong about this draft before.
+                self._tolerance = max(0.5 * self._tolerance, 0.1 * self.allowance)
+                self.account, self._streak = self._tolerance - self.allowance, 0
         elif losing and self.account < -self.allowance:
             self._close()
         elif self._streak >= self.settle:
-            self._next_pause = self.first_pause
+            self._next_pause, self._tolerance = self.first_pause, self.allowance
 
     def skip(self, rounds: int = 1) -> None:
         """Take in rounds that were decoded plainly; the pause runs down."""
@@ -235,21 +245,17 @@ def time_saved(tokens: float, rows: int, seconds: float, plain_seconds: float) -
     return tokens / rows * plain_seconds - seconds
 
 
-def row_costs(
-    lengths: Sequence[int], drafting: int, draft_seconds: float, extra_seconds: float, rate: float
-) -> list[float]:
-    """Relative seconds of each row for its own gate: what its draft and its verified slots cost, in tokens.
+def row_costs(lengths: Sequence[int], extra_seconds: float, rate: float) -> list[float]:
+    """Relative seconds of each row for its own gate: what its verified slots cost, in tokens.
 
-    A row would get its one token without a draft, hence the leading 1. Beyond that it pays its share of the draft and
-    of what verification took longer than a plain step, at the rate of plain decoding. In `DraftGate.observe` it stands
-    beside 1 + the accepted drafts of the row, and the gains of all rows add up to that of the batch.
+    A row would get its one token without them, hence the leading 1. Beyond that it pays its share of what verification
+    took longer than a plain step, at the rate of plain decoding. In `DraftGate.observe` it stands beside 1 + the
+    accepted drafts of the row. The draft is not a row's to pay: it takes as long whether the row uses it or not.
 
     Args:
         lengths ([R]): drafts that were verified.
-        drafting (`int`): rows that share the draft, at least 1.
-        draft_seconds (`float`): of the draft.
         extra_seconds (`float`): of the verification beyond a plain step.
         rate (`float`): tokens per second of plain decoding, over all rows.
     """
     per_slot = extra_seconds / max(1, sum(lengths))
-    return [1.0 + rate * (draft_seconds / drafting + per_slot * length) for length in lengths]
+    return [1.0 + rate * per_slot * length for length in lengths]

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
+from ..row_values import RowPace, banked_steps, row_values, step_shares
 from ..scheduling import (
     Schedule,
     budget_lengths,
@@ -32,8 +33,8 @@ from .settings import Settings
 
 # A stale budget replaces the early stop where the cost curve is so jagged that stopping early loses this much.
 _JAGGED = 1.01
-# Drafting must be predicted to win by this share before a paused gate is woken.
-_WAKE_MARGIN = 0.02
+# Drafting must be predicted to win by this share before a paused gate is woken, and the load fallen to this one.
+_WAKE_MARGIN, _WAKE_LOAD = 0.02, 0.75
 
 
 class Load:
@@ -111,8 +112,9 @@ class ThroughputPolicy(ConstantPolicy):
     """
     Algorithm 1 on a measured cost table, and no draft at all where plain decoding is predicted to be faster.
 
-    One gate watches the batch and one each row, since a row whose drafts keep failing should not pay for a batch that
-    accepts. They start anew with every call.
+    Tokens of different rows count by what they are worth to a call that ends with its slowest row (`row_values`). One
+    gate watches the batch and one each row, since a row whose drafts keep failing should not pay for a batch that
+    accepts. All of it starts anew with every call.
 
     Args:
         settings (`Settings`): The call's knobs.
@@ -124,17 +126,18 @@ class ThroughputPolicy(ConstantPolicy):
     def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int):
         super().__init__(settings)
         self.profile, self.width = profile, width
-        self.gate = DraftGate()
+        # the gains of many rows vary less than those of one, so that fewer steps tell as much
+        self.gate = DraftGate(allowance=0.5 + rows**-0.5, credit=1.0, first_pause=4 if rows == 1 else 8)
         self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
-        self.tracker = AcceptanceTracker(width)
+        self.tracker, self.pace = AcceptanceTracker(width), RowPace()
         self._situation: tuple[int, int, int] | None = None  # rows, load, context in steps of the cost table
+        self._closed_at = 0  # rows, those of other calls included, when the gate closed
         self._hopeless = False  # whether not even a perfect draft would pay
         self._budget: int | None = None  # of older rounds, where the cost curve is jagged
-        self._planned = False  # whether the round in progress has its plan
+        self._round: _Round | None = None  # in progress
 
     def _cost(self, rows: int, context: int, load: int) -> torch.Tensor:
-        total = rows + load
-        return self.profile.cost_table(rows * (1 + self.width) + load, total, context)
+        return self.profile.cost_table(rows * (1 + self.width) + load, rows + load, context)
 
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
         """Whether the coming round is drafted; looks at finished rounds and the load only."""
@@ -146,7 +149,7 @@ class ThroughputPolicy(ConstantPolicy):
             self._weigh(len(rows), context, load)
         if self._hopeless or not super().wants_draft(rows, context, load):
             return False
-        if self._planned and self.gate.is_probing:
+        if self._round is not None and self.gate.is_probing:
             return False  # asked ahead, during a probe: its outcome decides
         if self.row_gates is not None and not any(self.row_gates[row].is_open for row in rows):
             return False
@@ -158,38 +161,47 @@ class ThroughputPolicy(ConstantPolicy):
         arguments = {"draft_seconds": draft, "load_rows": load}
         perfect = torch.ones(rows, self.width, dtype=torch.float64)
         self._hopeless = not speculation_pays(perfect, cost, **arguments).pays
-        if not self._hopeless and not self.gate.is_open:
-            known = self.tracker.survival(rows)
-            if speculation_pays(known, cost, margin=_WAKE_MARGIN, **arguments).pays:
-                self.gate.wake()
+        if self._hopeless or self.gate.is_open or rows + load > _WAKE_LOAD * self._closed_at:
+            return
+        self._closed_at = rows + load
+        if speculation_pays(self.tracker.survival(rows), cost, margin=_WAKE_MARGIN, **arguments).pays:
+            self.gate.wake()
 
     def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
         """As in [`ConstantPolicy`]."""
-        self._planned = True
         cost = self._cost(len(rows), context, load)
         plain = float(cost[len(rows) + load])
+        self._round = _Round(remaining=[limit + 1 for limit in limits])
         if not width:
             return Plan([0] * len(rows), float(len(rows)), plain, plain)
         limits = [min(limit, width) for limit in limits]
         if self.row_gates is not None:
             limits = [limit if self.row_gates[row].is_open else 0 for row, limit in zip(rows, limits)]
+            self._round.shares = step_shares(
+                self.profile.plain_seconds(1, context), self.profile.plain_seconds(len(rows), context), len(rows)
+            )
+            self._round.values = row_values(self._round.remaining, self.pace.of(rows), *self._round.shares)
         draft = self.profile.draft_seconds(len(rows))
-        scores = torch.tensor(confidence, dtype=torch.float64)
         if self.settings.threshold > 0:
             # a cut at slot k uses scores up to k only, so it may narrow what the others choose from
             limits = confidence_lengths(torch.tensor(confidence), self.settings.threshold, limits)
         arguments = {"cost": cost, "draft_seconds": draft, "load_rows": load}
-        alive = survival(scores)
-        result = throughput_lengths(alive, limit=limits, **arguments)
-        stale, self._budget = self._budget, self._next_budget(alive, result, limits, arguments)
+        alive = survival(torch.tensor(confidence, dtype=torch.float64))
+        worth = alive
+        if self.row_gates is not None:
+            worth = alive * torch.tensor(self._round.values, dtype=torch.float64)[:, None]
+        result = throughput_lengths(worth, limit=limits, **arguments)
+        stale, self._budget = self._budget, self._next_budget(worth, result, limits, arguments)
         if stale is not None:
-            result = predict(alive, budget_lengths(alive, stale, limits), **arguments)
-        return Plan(result.lengths.tolist(), result.expected_tokens, result.seconds, plain)
+            result = predict(worth, budget_lengths(worth, stale, limits), **arguments)
+        self._round.promised = result.expected_tokens / len(rows)
+        told = predict(alive, result.lengths)
+        return Plan(result.lengths.tolist(), told.expected_tokens, result.seconds, plain)
 
     @staticmethod
-    def _next_budget(alive, result: Schedule, limits: list[int], arguments: dict) -> int | None:
+    def _next_budget(worth, result: Schedule, limits: list[int], arguments: dict) -> int | None:
         """The budget for the round after this one; None where stopping early is as good."""
-        pays = speculation_pays(alive, limit=limits, **arguments)
+        pays = speculation_pays(worth, limit=limits, **arguments)
         if pays.theta <= _JAGGED * result.theta:
             return None
         return pays.budget
@@ -205,24 +217,44 @@ class ThroughputPolicy(ConstantPolicy):
             committed (`int`): Tokens added over all rows.
             drafted (`bool`): Whether there was a draft.
         """
-        self._planned = False
+        now, self._round = self._round, None
         if not drafted:
             self.gate.skip()
             for row in rows if self.row_gates is not None else ():
                 self.row_gates[row].skip()
             return
-        count = len(rows)
+        count, was_open = len(rows), self.gate.is_open
         self.tracker.update(accepted, plan.lengths)
-        self.gate.observe(committed / count, plan.seconds / plan.plain_seconds, plan.expected_tokens / count)
+        relative = plan.seconds / plan.plain_seconds
         if self.row_gates is None:
-            return
-        load = 0 if self._situation is None else self._situation[1]
-        draft, drafting = self.profile.draft_seconds(count), sum(self.row_gates[row].is_open for row in rows)
-        extra = plan.seconds - draft - plan.plain_seconds
-        costs = row_costs(plan.lengths, max(1, drafting), draft, extra, (count + load) / plan.plain_seconds)
-        for row, kept, cost in zip(rows, accepted, costs):
+            self.gate.observe(float(committed), relative, now.promised)
+        else:
+            got = [1 + kept for kept in accepted]
+            self.pace.update(rows, got)
+            worth = 1.0 + sum(value * kept for value, kept in zip(now.values, accepted)) / count
+            self.gate.observe(worth, relative, now.promised, banked_steps(now.remaining, got, *now.shares))
+            self._observe_rows(rows, plan, accepted, now.values)
+        if was_open and not self.gate.is_open:
+            self._closed_at = sum(self._situation[:2])
+
+    def _observe_rows(self, rows: list[int], plan: Plan, accepted: list[int], values: list[float]) -> None:
+        """Each row's gate weighs what its verified slots brought against what they cost; the draft is the batch's."""
+        extra = plan.seconds - self.profile.draft_seconds(len(rows)) - plan.plain_seconds
+        rate = sum(self._situation[:2]) / plan.plain_seconds
+        costs = row_costs(plan.lengths, extra, rate)
+        for row, kept, value, cost in zip(rows, accepted, values, costs):
             gate = self.row_gates[row]
             if gate.is_open:
-                gate.observe(1 + kept, cost)
+                gate.observe(1 + value * kept, cost)
             else:
                 gate.skip()
+
+
+@dataclass
+class _Round:
+    """What was known when the round in progress was planned: see `row_values`."""
+
+    remaining: list[int]
+    values: list[float] | None = None
+    shares: tuple[float, float] = (1.0, 0.0)
+    promised: float = 1.0
