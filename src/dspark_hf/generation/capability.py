@@ -6,6 +6,7 @@ with plain full forwards: a multi-token cached forward that answers differently 
 user's text.
 """
 
+import inspect
 import json
 import logging
 import threading
@@ -63,7 +64,10 @@ def _decide(model, text_config) -> tuple[str, str]:
     except (ValueError, AttributeError) as error:
         return PLAIN, str(error)
     reasons = []
-    for path in (PACKED, RECTANGULAR):
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions:
+        reasons.append("its forward takes no `position_ids`, so rows of different lengths cannot be told apart")
+    for path in (PACKED, RECTANGULAR) if takes_positions else ():
         try:
             error = _ragged_error(model, layers, path)
         except Exception as exception:  # whatever a model raises on ragged input, the answer is the next path

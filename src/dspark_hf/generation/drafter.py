@@ -114,29 +114,28 @@ class Drafter:
         if padding is not None:
             order = padding.to(self.device).long().cumsum(-1) - 1  # number of real tokens before each column
         before = order[:, start - 1] + 1 if padding is not None and start else self.first_position + start
-        if earlier is None or [len(row) for row in earlier.rows] != before.tolist():
-            self.first_position = before
-        else:
+        if earlier is not None and all(len(row) <= count for row, count in zip(earlier.rows, before.tolist())):
             self._restore(earlier)
-        skipped = start if padding is None and self.first_position.any() else 0
+        # a row that ended early may lack its very last token; its context goes on at the right position all the same
+        self.first_position = before - self.cache.lengths
 
         def sink(states: torch.Tensor) -> None:
             nonlocal column
             width = states.shape[1]
             if padding is None:
                 row = torch.arange(rows, device=self.device).repeat_interleave(width)
-                slot = torch.arange(column - skipped, column - skipped + width, device=self.device).repeat(rows)
+                position = torch.arange(column, column + width, device=self.device).repeat(rows)
                 flat, lengths = states.flatten(0, 1), self.cache.lengths + width
             else:
                 real = padding[:, column : column + width].to(self.device)
                 row, offset = real.nonzero(as_tuple=True)
-                slot = order[row, column + offset] - self.first_position[row]
+                position = order[row, column + offset]
                 flat, lengths = states[row, offset], self.cache.lengths + real.sum(-1)
             column += width
             self.longest = column
             self.cache.reserve(self.longest + self.draft.config.block_size)
-            positions = slot + self.first_position[row]
-            self.draft.extend_context(flat, positions, self.cache, row, slot, lengths=lengths)
+            slot = position - self.first_position[row]
+            self.draft.extend_context(flat, position, self.cache, row, slot, lengths=lengths)
 
         return sink
 

@@ -114,11 +114,7 @@ class DecodingLoop:
         if self.streamer is not None:
             self.streamer.end()
         if self.keep_cache:
-            longest = max(map(len, self.out.tokens))
-            states = [self.finished_rows[row] for row in range(self.input_ids.shape[0])]
-            slots = self.prompt_slots + longest - 1
-            export_rows(source, [keys_values for keys_values, _ in states], slots)
-            source._dspark_context = DraftContext(weakref.ref(self.draft), slots, [context for _, context in states])
+            self._hand_back(source)
         self.stats.new_tokens = sum(map(len, self.out.tokens))
         self.stats.seconds = time.perf_counter() - began
         return self.out.sequences()
@@ -150,10 +146,9 @@ class DecodingLoop:
         self.verifier = Verifier(self.model, self.layers, self.cache, self.path, padding)
         # slots that a row's draft context lacks: padding, and what an earlier turn cached
         self.gaps = [self.prompt_slots - length for length in self.drafter.cache.lengths.tolist()]
-        kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs)
-        # the position of the first new token; every later one follows from it
-        positions = kwargs["position_ids"][..., -1].to(self.device)
-        self.positions = positions.expand(*positions.shape[:-1], batch)
+        self.padding = padding
+        self.first_positions = self._first_positions(outputs, model_kwargs, batch)
+        self.positions = self.first_positions
 
         logits = outputs.logits[:, -1].to(device=self.device, dtype=torch.float32)
         scores = self.processors(self.out.ids, self.rows, [self.input_ids.shape[1]] * batch, logits)
@@ -161,6 +156,12 @@ class DecodingLoop:
         self.out.write_ids(self.rows, self.anchors[:, None])
         _, finished = self._commit([[token] for token in self.anchors.tolist()], scores, logits, self.rows)
         self._leave(finished, [0] * batch)
+
+    def _first_positions(self, outputs, model_kwargs: dict, batch: int) -> torch.Tensor:
+        """Position of each row's first new token, `(batch,)` or `(axes, batch)`; every later one follows from it."""
+        kwargs = self.model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        positions = kwargs["position_ids"][..., -1].to(self.device)
+        return positions.expand(*positions.shape[:-1], batch)
 
     # ------------------------------------------------------------------------------------------------ round
 
@@ -316,6 +317,28 @@ class DecodingLoop:
             self._compact([slot for slot, done in enumerate(finished) if not done])
         if self.rows:
             self.drafter.longest = max(length - gap for length, gap in zip(self.cache.lengths, self.gaps))
+
+    def _hand_back(self, source) -> None:
+        """Fills the cache that outlives the call as plain `generate()` does: all tokens but the longest rows' last."""
+        batch, longest = self.input_ids.shape[0], max(map(len, self.out.tokens))
+        states = [self.finished_rows[row][0] for row in range(batch)]
+        early = [row for row in range(batch) if len(self.out.tokens[row]) < longest]
+        if early:
+            # such a row's last token was never fed, while plain generate() lets finished rows run along
+            cache = RaggedCache.from_rows([states[row] for row in early], spare=1)
+            index = torch.tensor(early, device=self.device)
+            padding = None if self.padding is None else self.padding[index]
+            verifier = Verifier(self.model, self.layers, cache, self.path, padding)
+            tokens = torch.tensor([[self.out.tokens[row][-1]] for row in early], device=self.device)
+            behind = torch.tensor([len(self.out.tokens[row]) - 1 for row in early], device=self.device)
+            verifier(tokens, [1] * len(early), self.first_positions[..., index] + behind, None)
+            for slot, row in enumerate(early):
+                cache.lengths[slot] += 1
+                states[row] = cache.row_states(slot)
+        slots = self.prompt_slots + longest - 1
+        export_rows(source, states, slots)
+        contexts = [self.finished_rows[row][1] for row in range(batch)]
+        source._dspark_context = DraftContext(weakref.ref(self.draft), slots, contexts)
 
     def _compact(self, live: list[int]) -> None:
         """Keeps the slots in `live`; those behind the new end move up into freed ones."""

@@ -87,6 +87,27 @@ class RaggedCache(Cache):
 
         return RaggedLayer(buffer(layer.keys), buffer(layer.values), self)
 
+    @classmethod
+    def from_rows(cls, rows: list[list[tuple[torch.Tensor, torch.Tensor] | None]], spare: int) -> "RaggedCache":
+        """A cache of rows as [`row_states`] gave them, with `spare` free slots behind the longest."""
+        cache = cls.__new__(cls)
+        cache.lengths = [next(state for state in row if state is not None)[0].shape[0] for row in rows]
+        cache.kv_length = max(cache.lengths)
+        cache.capacity = cache.kv_length + spare
+        cache._flat_slots = {}
+        layers: list[RaggedLayer] = []
+        for states in zip(*rows):
+            if states[0] is None:
+                layers.append(_EmptyLayer(cache))
+                continue
+            buffers = [part.new_zeros(len(rows), cache.capacity, *part.shape[1:]) for part in states[0]]
+            for row, state in enumerate(states):
+                for buffer, part in zip(buffers, state):
+                    buffer[row, : part.shape[0]] = part
+            layers.append(RaggedLayer(*buffers, cache))
+        Cache.__init__(cache, layers=layers)
+        return cache
+
     @property
     def rows(self) -> int:
         return len(self.lengths)

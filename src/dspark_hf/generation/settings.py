@@ -43,11 +43,13 @@ def resolve_settings(draft, generation_config: GenerationConfig) -> Settings:
     Raises:
         ValueError: an unknown schedule, a threshold outside [0, 1], or fewer than one drafted token.
     """
-    base = draft.generation_config or default_generation_config(draft.config)
+    base, fallback = draft.generation_config, default_generation_config(draft.config)
     values = {}
     for name, filled_in in _GLOBAL_DEFAULTS.items():
         given = getattr(generation_config, name, None)
-        values[name] = getattr(base, name, None) if given in (None, filled_in) else given
+        if given in (None, filled_in):
+            given = getattr(base, name, None)
+        values[name] = getattr(fallback, name) if given is None else given
     merged = GenerationConfig(**values)
     validate_generation_config(merged, draft.config)
     block = draft.config.num_draft_tokens
