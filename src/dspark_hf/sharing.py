@@ -50,13 +50,11 @@ def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> Shar
     """
     config = draft.config
     embedding_module, head = target.get_input_embeddings(), target.get_output_embeddings()
-    embedding = getattr(embedding_module, "weight", None)
-    if draft.embed_tokens is None:
-        embedding = _resident_weight(embedding_module)
     if draft.embed_tokens is not None:
-        _share_storage(draft, target, "embed_tokens", embedding)
+        _share_storage(draft, target, "embed_tokens", getattr(embedding_module, "weight", None))
         embedding = draft.embed_tokens.weight
     else:
+        embedding = _resident_weight(embedding_module)
         _check_borrowed("input embedding", embedding, config)
     if draft.lm_head is not None:
         _share_storage(draft, target, "lm_head", getattr(head, "weight", None))
@@ -81,13 +79,12 @@ def _resident_weight(module: nn.Module) -> torch.Tensor | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_meta:
         return weight
-    from accelerate.utils import align_module_device
+    from accelerate.utils import align_module_device, has_offloaded_params
 
-    with align_module_device(module, execution_device=torch.device("cpu")):
-        weight = module.weight.detach()
-    if weight.is_meta:
+    if not has_offloaded_params(module):
         _refuse_meta("input embedding")
-    return weight
+    with align_module_device(module, execution_device=torch.device("cpu")):
+        return module.weight.detach()
 
 
 def _refuse_meta(what: str) -> None:
