@@ -60,9 +60,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """What this benchmark and the one of thresholds share."""
     parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
     parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
-    parser.add_argument(
-        "--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source"
-    )
+    parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=(*DOMAINS, "all"))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")

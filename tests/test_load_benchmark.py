@@ -1,0 +1,95 @@
+"""The benchmarks of load and thresholds run on a tiny pair and report what they say they do."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from golden_set import golden
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import load  # noqa: E402
+import thresholds  # noqa: E402
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Golden prompts under the names of two domains' sources."""
+    samples = golden("qwen3_rnn").runs["greedy_thr0.0"]["samples"]
+    rows = [sample["output_ids"][: sample["num_input_tokens"]] for sample in samples] * 2
+    sources = ["gsm8k", "math500", "mt-bench"] * len(rows)
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"source": source, "prompt_ids": ids}) for source, ids in zip(sources, rows, strict=False)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def arguments(tiny_pair, prompts, output):
+    target, draft = map(str, tiny_pair)
+    flags = ["--target", target, "--draft", draft, "--prompts", str(prompts), "--output", str(output)]
+    return flags + ["--domains", "math", "chat", "--dtype", "float32", "--device", "cpu"]
+
+
+def test_load(tiny_pair, prompts, tmp_path, capsys):
+    output = tmp_path / "load.json"
+    flags = ["--rows", "1", "2", "--max-new-tokens", "12", "--useless-tokens", "16", "--useless-repeats", "1"]
+    load.main(arguments(tiny_pair, prompts, output) + flags)
+    text = output.read_text()
+    report = json.loads(text)
+    assert str(tmp_path) not in text and str(tiny_pair[0]) not in text
+    found = {(result["rows"], result["domain"], result["setting"]) for result in report["results"]}
+    rules = ("plain", "7 drafted", "confidence", "throughput")
+    assert found == {(rows, domain, rule) for rows in (1, 2) for domain in ("math", "chat") for rule in rules}
+    for result in report["results"]:
+        assert result["tokens_per_second"] > 0
+        assert result["setting"] == "plain" or 0 <= result["mean_verify_length"] <= 7
+        assert result["setting"] != "throughput" or 0 < result["scheduling"] < 1
+    (useless,) = report["useless"]
+    assert useless["tokens"] == 16 and len(useless["seconds"][0]) == 1
+    assert {"cpu", "threads", "torch", "commit"} <= set(report["environment"])
+    assert len(report["verdicts"]) == 2 * 4 + 2 + 1 + 1
+    assert "scheduling takes" in capsys.readouterr().out
+
+
+def test_prompts_of_a_domain_take_turns():
+    assert load.take_turns([[[1], [2], [3], [4]], [[10], [20]]]) == [[1], [10], [2], [3], [20], [4]]
+
+
+def test_useless_copy_is_sure_and_leaves_the_draft_alone(tiny_pair):
+    import torch
+
+    from dspark_hf import DSparkDraftModel
+
+    draft = DSparkDraftModel.from_pretrained(tiny_pair[1])
+    before = {name: parameter.clone() for name, parameter in draft.named_parameters()}
+    rigged = load.useless_copy(draft)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
+    assert not torch.equal(rigged.fc.weight, draft.fc.weight)
+    head = rigged.confidence_head
+    assert head.proj.weight.abs().sum() == 0 and head.proj.bias.item() == 4.0
+
+
+def test_thresholds(tiny_pair, prompts, tmp_path, capsys):
+    output = tmp_path / "thresholds.json"
+    flags = ["--rows", "2", "--max-new-tokens", "24", "--thresholds", "0", "0.5", "0.9"]
+    thresholds.main(arguments(tiny_pair, prompts, output) + flags)
+    text = output.read_text()
+    report = json.loads(text)
+    assert str(tmp_path) not in text
+    assert [(r["domain"], r["threshold"]) for r in report["results"]] == [
+        (domain, threshold) for domain in ("math", "chat") for threshold in (0.0, 0.5, 0.9)
+    ]
+    for domain in ("math", "chat"):
+        rows = [result for result in report["results"] if result["domain"] == domain]
+        lengths = [result["mean_verify_length"] for result in rows]
+        assert lengths == sorted(lengths, reverse=True)
+        assert rows[0]["tokens_per_step"] >= rows[-1]["tokens_per_step"] >= 1
+    assert "tokens per step" in capsys.readouterr().out
+
+
+def test_thresholds_plot(tiny_pair, prompts, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = ["--rows", "1", "--max-new-tokens", "8", "--thresholds", "0", "0.5", "--plot", str(tmp_path / "sweep.png")]
+    thresholds.main(arguments(tiny_pair, prompts, tmp_path / "out.json") + flags)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
