@@ -92,8 +92,7 @@ EXPECTED: dict[str, Expectation] = {
     "deepseek-ai__dspark_qwen3_8b_block7": _DEEPSPEC,
     "deepseek-ai__eagle3_qwen3_8b_ttt7": Expectation("is an Eagle-3 draft"),
     "nvidia__Nemotron-3.5-Lightning-DSpark": Expectation(
-        "has quantised weights (W4A16_NVFP4); only float32, bfloat16 and float16 drafts are read; besides, its block "
-        "is causal",
+        "has `attention_sink_bias` True, which is not supported; it has quantised weights (W4A16_NVFP4)",
         completion={"quantization_config": {"quant_algo": "W4A16_NVFP4"}},
         origin="the repository's page",
     ),

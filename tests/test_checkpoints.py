@@ -467,7 +467,7 @@ def test_dflash_of_unknown_layout_is_asked_for(folder):
         ({}, "candidate_selector.predecessor_codebook", "DFlash2"),
         ({}, "prefix_gru.weight", "Domino"),
         ({}, "layers.0.self_attn.kv_a_proj_with_mqa.weight", "latent-attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, None, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fc.weight_scale_inv", "quantised"),
         ({"is_causal": True}, None, "causal inside its block in full-attention layers"),
         ({"attention_sink_bias": True}, None, "`attention_sink_bias` True, which is not supported"),
     ],

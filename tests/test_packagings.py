@@ -311,6 +311,16 @@ def test_wrong_dtypes_are_listed(tmp_path):
     refused(write(tmp_path, config, tensors), expected)
 
 
+def test_quantised_weights_are_told_by_their_dtypes(tmp_path):
+    """A configuration copied from a quantised target declares what only the target has."""
+    draft = base_draft()
+    config, tensors = packagings.deepspec(draft)
+    config |= {"quantization_config": {"quant_method": "fp8"}, "kv_lora_rank": 512, "num_experts": 8}
+    check_same(write(tmp_path / "a", config, tensors), draft, "deepspec")
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
+    refused(write(tmp_path / "b", config, tensors), r"has quantised weights \(fp8: F8_E4M3\)")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_stays(dtype, tmp_path):
     config, tensors = packagings.specforge(base_draft())
@@ -353,7 +363,8 @@ def test_a_model_type_that_another_trainer_uses_too(tmp_path):
         ({"dflash_config": {"projector_type": "lilicorr"}}, None, "projector 'lilicorr'"),
         ({"dflash_config": {"attention_mode": "mla"}}, None, "latent-attention"),
         ({"dflash_config": {"attention_modes": ["gqa", "kda"]}}, None, "attention gqa, kda"),
-        ({"architectures": ["K3DSparkModel"], "kv_lora_rank": 512}, None, "latent-attention"),
+        ({"architectures": ["K3DSparkModel"]}, None, "latent-attention"),
+        ({}, "layers.0.self_attn.kv_a_proj_with_mqa.weight", "latent-attention"),
         ({"architectures": ["Qwen3Eagle3Model"]}, None, "Eagle-3 draft"),
         ({"architectures": ["Qwen35DSparkModel"]}, None, "gated-attention"),
         ({"architectures": ["MiniMaxM3DSparkModel"]}, None, "MiniMax-M3 layers"),
@@ -363,7 +374,7 @@ def test_a_model_type_that_another_trainer_uses_too(tmp_path):
         (
             {"quantization_config": {"quant_algo": "W4A16_NVFP4"}, "is_causal": True},
             None,
-            "W4A16_NVFP4.*block is causal",
+            "causal inside its block.*W4A16_NVFP4",
         ),
         ({"dflash_config": {"causal": True}}, None, "causal inside its block"),
         ({"dflash_config": {"attention_sink_bias": True}}, None, "`attention_sink_bias`"),

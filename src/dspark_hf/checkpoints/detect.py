@@ -14,7 +14,7 @@ from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from .files import CheckpointFiles, TensorInfo
-from .refusals import foreign_code, refuse_by_config, refuse_by_names
+from .refusals import foreign_code, refuse_by_config, refuse_by_dtypes, refuse_by_names
 
 Tensors = Mapping[str, TensorInfo]
 
@@ -65,6 +65,7 @@ def detect_reader(files: CheckpointFiles) -> Reader:
     if native.READER.matches(config, tensors):
         return native.READER
     reason = refuse_by_config(config) or refuse_by_names(tensors)
+    reason = reason or refuse_by_dtypes(config, (info.dtype for info in tensors.values()))
     if reason is not None:
         raise ValueError(f"{files.location!r} {reason}.")
     code = foreign_code(config)

@@ -19,6 +19,7 @@ from .detect import detect_reader
 from .engines import Verdict, verdicts
 from .files import CheckpointFiles, open_checkpoint
 from .loading import tensor_problems
+from .refusals import quantisation
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "BOOL": 1, "I8": 1, "U8": 1}
 
@@ -110,6 +111,8 @@ def inspect_checkpoint(
     found.draft = describe(config, files)
     found.targets = _targets(config, files.config, target, token)
     found.engines = verdicts(files, reader, config)
+    if quantisation(files.config):
+        found.assumed.append(f"the declared quantisation ({quantisation(files.config)}) is the target's")
     if files.config.get("auto_map"):
         found.assumed.append("code in the repository (`auto_map`) is not run")
     problems = tensor_problems(files, reader.rename(files.tensors), expected_shapes(config))

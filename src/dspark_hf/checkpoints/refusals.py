@@ -39,6 +39,7 @@ DOMINO = "is a Domino draft, which is not supported: a GRU over the block's pref
 EAGLE3 = "is an Eagle-3 draft, not a DSpark one: it drafts one token after another, from its own hidden state"
 LATENT = "has latent-attention (MLA) draft layers, which are not supported"
 EXPERTS = "has mixture-of-experts draft layers, which are not supported"
+PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64", "I32", "BOOL")
 QUANTISED = "has quantised weights ({}); only float32, bfloat16 and float16 drafts are read"
 CAUSAL = "is causal inside its block in full-attention layers, which is not supported"
 
@@ -111,19 +112,28 @@ def refuse_by_config(config: Mapping[str, Any]) -> str | None:
     if config.get("model_arch") == "dfly" or config.get("enable_hidden_correction"):
         return "is a DFly draft, which is not supported: it corrects hidden states along the block"
     modes = nested.get("attention_modes") or [nested.get("attention_mode", "gqa")]
-    if "mla" in modes or config.get("kv_lora_rank") or config.get("q_lora_rank"):
+    if "mla" in modes:
         return LATENT
     if not set(modes) <= {"gqa", "mha"}:
         return f"has draft layers with attention {', '.join(sorted(set(map(str, modes))))}, which is not supported"
-    quantised = config.get("quantization_config") or config.get("compression_config")
-    causal = "; besides, its block is causal" if nested.get("causal") or config.get("is_causal") else ""
-    if quantised:
-        method = quantised.get("quant_algo") or quantised.get("quant_method") if isinstance(quantised, dict) else None
-        return QUANTISED.format(method or "`quantization_config`") + causal
-    if causal or config.get("dflash_query_causal"):
-        if set(_layer_types(config, nested)) != {"sliding_attention"}:
-            return CAUSAL
-    return _refuse_by_keys(config, nested)
+    reasons = []
+    causal = nested.get("causal") or config.get("is_causal") or config.get("dflash_query_causal")
+    if causal and set(_layer_types(config, nested)) != {"sliding_attention"}:
+        reasons.append(CAUSAL)
+    reasons += _odd_keys(config, nested)
+    method = quantisation(config)
+    if reasons and method:
+        reasons.append(QUANTISED.format(method))
+    return "; it ".join(reasons) or None
+
+
+def quantisation(config: Mapping[str, Any]) -> str | None:
+    """Name of the quantisation a configuration declares. It may be the target's: the tensors have the last word."""
+    declared = config.get("quantization_config") or config.get("compression_config")
+    if not declared:
+        return None
+    named = declared.get("quant_algo") or declared.get("quant_method") if isinstance(declared, Mapping) else None
+    return named or "`quantization_config`"
 
 
 def _layer_types(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[str]:
@@ -132,12 +142,14 @@ def _layer_types(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[s
     return ["sliding_attention"] if forced else types
 
 
-def _refuse_by_keys(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str | None:
-    for source in (config, nested):
-        for key, neutral in NEUTRAL.items():
-            if source.get(key, neutral) not in (neutral, None):
-                return f"has `{key}` {source[key]!r}, which is not supported"
-    return None
+def _odd_keys(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[str]:
+    found = {
+        key: source[key]
+        for source in (config, nested)
+        for key, neutral in NEUTRAL.items()
+        if source.get(key, neutral) not in (neutral, None)
+    }
+    return [f"has `{key}` {value!r}, which is not supported" for key, value in found.items()]
 
 
 def refuse_by_names(names: Iterable[str]) -> str | None:
@@ -149,6 +161,13 @@ def refuse_by_names(names: Iterable[str]) -> str | None:
     return None
 
 
+def refuse_by_dtypes(config: Mapping[str, Any], dtypes: Iterable[str]) -> str | None:
+    """Why weights of a configuration that declares a quantisation are not read; `None` where they are plain."""
+    odd = sorted(set(dtypes) - set(PLAIN_DTYPES))
+    method = quantisation(config)
+    return QUANTISED.format(f"{method}: {', '.join(odd)}") if method and odd else None
+
+
 def foreign_code(config: Mapping[str, Any]) -> list[str]:
     """Classes a configuration wants run from its repository that are none of the packagings read here."""
     classes = [value for value in (config.get("auto_map") or {}).values() if value]
@@ -156,4 +175,4 @@ def foreign_code(config: Mapping[str, Any]) -> list[str]:
     return [name for name in flat if not any(known in str(name).rsplit(".", 1)[-1].lower() for known in KNOWN_CODE)]
 
 
-__all__ = ["foreign_code", "refuse_by_config", "refuse_by_names"]
+__all__ = ["foreign_code", "quantisation", "refuse_by_config", "refuse_by_dtypes", "refuse_by_names"]
