@@ -7,6 +7,7 @@ The cost of a step is given by the test, so that decisions depend on nothing but
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from planted import ForwardCounter, planted_draft, planted_for, random_draft
 from running import BATCHED_PATHS, accepted_by_row, assisted, check_exact, verify_lengths_by_row
 from schedules import KnownCost, use_cost, use_schedule
 from targets import build, clear_prompts, plain_greedy
+from transformers import StoppingCriteria
 
 from dspark_hf.draft_gate import DraftGate
 from dspark_hf.generation.policy import LOAD, ConstantPolicy, Load, ThroughputPolicy
@@ -186,6 +188,39 @@ def test_rows_of_other_calls_are_seen_within_one_round(monkeypatch):
     assert max(lengths[3:6]) < min(lengths[:3]) and lengths[6] == lengths[0]
 
 
+def test_plain_calls_are_seen_too(monkeypatch):
+    """generate() without a draft, in another thread, shows itself by its forwards and is forgotten when they stop."""
+    use_cost(monkeypatch, KnownCost(per_token=0.01))
+    target, rows = target_and_rows((7,))
+    running, stop = threading.Event(), threading.Event()
+
+    class Criterion(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            running.set()
+            return torch.full((input_ids.shape[0],), stop.is_set())
+
+    def other_call():
+        target.generate(torch.randint(5, 90, (6, 3)), max_new_tokens=100_000, stopping_criteria=[Criterion()])
+
+    thread = threading.Thread(target=other_call)
+
+    def visit(event):
+        if event.index == 2:
+            thread.start()
+            assert running.wait(60)
+        if event.index == 5:
+            stop.set()
+            thread.join(60)
+        time.sleep(0.05)  # lets the other thread make a step
+
+    draft = use_schedule(planted_for(target, rows, pattern=(4,), confidence=[0.8] * 7), "throughput")
+    main = Visitor(visit)
+    output = target.generate(torch.tensor(rows), assistant_model=draft, max_new_tokens=64, streamer=main)
+    assert output[0, 7:].tolist() == plain_greedy(target, rows, 64)[0]
+    loads = [event.load for event in main.events[:10]]
+    assert loads[:6] == [0, 0, 0, 6, 6, 6] and loads[8:] == [0, 0]
+
+
 def test_a_call_that_fails_leaves_no_load_behind():
     target, rows = target_and_rows((7,))
 
@@ -207,6 +242,29 @@ def test_load_counts_the_other_calls_on_the_same_target():
         assert one(2) == 4 and two(4) == 2
         two(0)
         assert one(2) == 0
+    assert not first._forward_pre_hooks and not second._forward_pre_hooks
+
+
+def test_a_call_at_its_prompt_counts():
+    load, target = Load(), torch.nn.Linear(4, 4)
+    at_prompt, finish = threading.Event(), threading.Event()
+
+    def other_call():
+        with load.call(target):
+            target(torch.zeros(5, 4))
+            at_prompt.set()
+            finish.wait(60)
+
+    thread = threading.Thread(target=other_call)
+    with load.call(target) as mine:
+        target(torch.zeros(2, 4))
+        assert mine(2) == 0
+        thread.start()
+        assert at_prompt.wait(60)
+        assert mine(2) == 5
+        finish.set()
+        thread.join(60)
+        assert mine(2) == 0
 
 
 def test_a_load_that_leaves_no_gain_stops_drafting_at_once_and_its_end_resumes():
@@ -387,8 +445,6 @@ def test_a_seed_decides_whatever_the_clock_says(monkeypatch):
 
 def test_scheduling_is_cheap():
     """All decisions of a round at 16 rows, in a fraction of the milliseconds that any forward takes."""
-    import time
-
     rows = list(range(16))
     policy = ThroughputPolicy(Settings(7, 0.0, "throughput"), KnownCost(), 7, 16)
     scores = torch.rand(16, 7, generator=torch.Generator().manual_seed(0)).tolist()

@@ -1,5 +1,6 @@
 """Measures what a round costs for a target and a draft, with the calls that the decoding loop makes."""
 
+import logging
 import threading
 import time
 import weakref
@@ -18,12 +19,18 @@ from .drafter import Drafter
 from .ragged_cache import RaggedCache, new_dynamic_cache
 from .verifier import PACKED, RECTANGULAR, Verifier
 
+logger = logging.getLogger(__name__)
+
 # Held while measuring: two measurements at once would time each other.
 _MEASURING = threading.RLock()
 # Profiles in use, by draft and target. Weak: a profile must not keep a model alive.
 _IN_USE: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 _FIRST_CONTEXT = 256  # tokens
 _SECONDS = 2.5  # for a measurement that nobody asked for
+_UNCALIBRATED = (
+    "The draft's confidences are not calibrated; what is verified will be less well chosen than it could be. "
+    "`dspark-hf calibrate` fits them once and keeps the result with the draft."
+)
 
 
 def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputProfile:
@@ -45,6 +52,8 @@ def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputP
         known = _IN_USE.setdefault(draft, weakref.WeakKeyDictionary()).setdefault(model, {})
         profile = known.get(key)
         if profile is None:
+            if draft.config.enable_confidence_head and draft.config.confidence_calibration is None:
+                logger.warning(_UNCALIBRATED)
             contexts = (_FIRST_CONTEXT,) if context <= 3 * _FIRST_CONTEXT else (_FIRST_CONTEXT, context)
             profile = ThroughputProfile.load_or_measure(
                 profile_fields(model, draft, path), lambda: _measure_for_call(model, draft, path, rows, contexts)
