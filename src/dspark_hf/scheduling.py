@@ -161,17 +161,36 @@ def throughput_lengths(
         `Schedule`. Its Theta may be below plain decoding's; then skip the *next* draft. Dropping this round's
         verification instead would leak, since Theta has seen the tokens.
     """
+    return throughput_round(survival, cost, draft_seconds=draft_seconds, limit=limit, load_rows=load_rows)[0]
+
+
+def throughput_round(
+    survival: Tensor,
+    cost: Cost,
+    *,
+    draft_seconds: float = 0.0,
+    limit: Tensor | Sequence[int] | None = None,
+    load_rows: int = 0,
+    margin: float = 0.0,
+) -> tuple[Schedule, Payoff]:
+    """`throughput_lengths` for this round and `speculation_pays` for later ones, in one pass. Arguments as there."""
     slots, order, num_valid = _ranked(survival, limit)
     expected, seconds = _along_order(slots, order, num_valid, cost, draft_seconds, load_rows)
     theta = expected / seconds
-    admitted = int((theta[1:] > theta[:-1]).long().cumprod(0).sum())
-    return Schedule(
-        lengths=_lengths_of(order[:admitted], slots.shape[0]),
+    thetas, rows = theta.tolist(), slots.shape[0]
+    admitted = next((n for n in range(num_valid) if thetas[n + 1] <= thetas[n]), num_valid)
+    chosen = Schedule(
+        lengths=_lengths_of(order[:admitted], rows),
         expected_tokens=float(expected[admitted]) - load_rows,
-        verify_tokens=slots.shape[0] + admitted,
+        verify_tokens=rows + admitted,
         seconds=float(seconds[admitted]),
-        theta=float(theta[admitted]),
+        theta=thetas[admitted],
     )
+    budget = max(range(num_valid + 1), key=thetas.__getitem__)
+    plain_seconds = float(seconds[0]) - draft_seconds
+    plain = float(expected[0]) / plain_seconds
+    pays = thetas[budget] > plain * (1.0 + margin)
+    return chosen, Payoff(pays, thetas[budget], plain, budget, plain_seconds)
 
 
 def budget_lengths(survival: Tensor, budget: int, limit: Tensor | Sequence[int] | None = None) -> Tensor:
@@ -231,13 +250,8 @@ def speculation_pays(
     Returns:
         `Payoff`. Retrospective like `best_budget`: a decision about later rounds.
     """
-    slots, order, num_valid = _ranked(survival, limit)
-    expected, seconds = _along_order(slots, order, num_valid, cost, draft_seconds, load_rows)
-    theta = expected / seconds
-    budget = int(theta.argmax())
-    plain_seconds = float(seconds[0]) - draft_seconds
-    best, plain = float(theta[budget]), float(expected[0]) / plain_seconds
-    return Payoff(best > plain * (1.0 + margin), best, plain, budget, plain_seconds)
+    arguments = {"draft_seconds": draft_seconds, "limit": limit, "load_rows": load_rows, "margin": margin}
+    return throughput_round(survival, cost, **arguments)[1]
 
 
 def predict(

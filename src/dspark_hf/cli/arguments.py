@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import DSparkDraftModel
+from ..configuration_dspark import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0, help="for sampling; default: 0")
     group = parser.add_argument_group("draft (defaults: what the draft's own generation_config.json says)")
     group.add_argument("--num-draft-tokens", type=int, metavar="N", help="at most N drafted tokens a round")
-    group.add_argument("--schedule", choices=("constant", "confidence", "throughput"), help="how to cut them short")
+    group.add_argument("--schedule", choices=SCHEDULES, help="how to cut them short")
     group.add_argument("--confidence-threshold", type=float, metavar="C", help="0 verifies all, 1 none")
 
 

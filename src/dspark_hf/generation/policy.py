@@ -19,6 +19,7 @@ import torch
 from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
 from ..row_values import RowPace, banked_steps, row_values, step_shares
 from ..scheduling import (
+    Payoff,
     Schedule,
     budget_lengths,
     confidence_lengths,
@@ -26,7 +27,7 @@ from ..scheduling import (
     schedule,
     speculation_pays,
     survival,
-    throughput_lengths,
+    throughput_round,
 )
 from ..throughput import CONTEXT_STEP, ThroughputProfile
 from .settings import Settings
@@ -234,21 +235,18 @@ class ThroughputPolicy(ConstantPolicy):
         worth = alive
         if self.row_gates is not None:
             worth = alive * torch.tensor(self._round.values, dtype=torch.float64)[:, None]
-        result = throughput_lengths(worth, limit=limits, **arguments)
-        stale, self._budget = self._budget, self._next_budget(worth, result, limits, arguments)
+        result, outlook = throughput_round(worth, limit=limits, **arguments)
+        stale, self._budget = self._budget, self._next_budget(result, outlook)
         if stale is not None:
             result = predict(worth, budget_lengths(worth, stale, limits), **arguments)
         self._round.promised = result.expected_tokens / len(rows)
-        told = predict(alive, result.lengths)
-        return Plan(result.lengths.tolist(), told.expected_tokens, result.seconds, plain)
+        kept = torch.arange(width) < result.lengths[:, None]
+        return Plan(result.lengths.tolist(), len(rows) + float((alive * kept).sum()), result.seconds, plain)
 
     @staticmethod
-    def _next_budget(worth, result: Schedule, limits: list[int], arguments: dict) -> int | None:
+    def _next_budget(result: Schedule, outlook: Payoff) -> int | None:
         """The budget for the round after this one; None where stopping early is as good."""
-        pays = speculation_pays(worth, limit=limits, **arguments)
-        if pays.theta <= _JAGGED * result.theta:
-            return None
-        return pays.budget
+        return outlook.budget if outlook.theta > _JAGGED * result.theta else None
 
     def observe(self, rows: list[int], plan: Plan, accepted: list[int], committed: int, drafted: bool) -> None:
         """
