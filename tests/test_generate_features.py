@@ -263,6 +263,7 @@ def test_adapted_target():
     assert output.dspark_stats.path in BATCHED_PATHS
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of the library's own calls into Transformers
 def test_peft():
     peft = pytest.importorskip("peft", reason="peft is not installed; `test_adapted_target` covers the mechanism")
     target = peft.get_peft_model(
