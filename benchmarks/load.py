@@ -10,8 +10,13 @@ never much slower than plain decoding, and verifies less as rows are added.
 Never slower also means: with a draft that is no good. A copy of the draft with random weights and high confidences
 answers beside plain decoding over a fixed number of tokens ("useless draft").
 
+Machines change speed from minute to minute, by more than the differences at stake. So the same runs are reckoned by a
+cost table too, measured at the end with all its points taking turns: what their rounds, and plain decoding's steps,
+would have taken on a steady machine ("by table", without prompts and the loop's own overhead).
+
 *Scheduling* is the time spent deciding, as a share of the rounds. The defaults take about ten minutes on one CPU core
-with a model of 135 million parameters; `--rows`, `--domains`, `--limit` and `--max-new-tokens` make it shorter.
+with a model of 135 million parameters; `--rows`, `--domains` and `--max-new-tokens` make it shorter, `--repeats` and
+`--limit` steadier.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dspark_hf import DSparkDraftModel, GenerationStats
 from dspark_hf.generation.policy import ThroughputPolicy
+from dspark_hf.generation.profiling import measure_profile
+from dspark_hf.throughput import ThroughputProfile
 
 DOMAINS = {
     "math": ("gsm8k", "math500"),
@@ -50,6 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=1, metavar="N", help="batches of each domain (single prompts: 2N)")
     parser.add_argument("--repeats", type=int, default=1, metavar="N")
     parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence rule; default: 0.5")
+    parser.add_argument("--table-seconds", type=float, default=40.0, metavar="S", help="to measure the cost table")
     parser.add_argument("--useless-rows", nargs="*", type=int, default=[1], metavar="R", help="none: leave it out")
     parser.add_argument("--useless-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--useless-repeats", type=int, default=2, metavar="N")
@@ -63,7 +72,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=(*DOMAINS, "all"))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--top-p", type=float, metavar="P")
@@ -77,12 +86,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     target, draft, prompts = load(args)
     report = new_report("load", args)
-    report["results"], report["useless"] = [], []
+    report["results"], report["useless"], runs = [], [], []
     for rows in args.rows:
-        report["results"] += measure(args, target, draft, prompts, rows)
-        print_results(report["results"][-len(args.domains) * 4 :])
+        runs += measure(args, target, draft, prompts, rows)
+        print_results([result for result, _ in runs[-len(prompts) * 4 :]])
     for rows in args.useless_rows:
         report["useless"].append(measure_useless(args, target, draft, prompts, rows))
+    table = cost_table(args, target, draft, prompts)
+    report["table"] = asdict(table)
+    report["results"] = [result | reckon(table, result, found) for result, found in runs]
     report["verdicts"] = verdicts(report)
     print()
     print_results(report["results"])
@@ -133,8 +145,10 @@ def batches_of(args: argparse.Namespace, target: PreTrainedModel, prompts: dict,
     return [batch.to(target.device) for batch in make_batches(chosen, rows, pad)]
 
 
-def measure(args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict, rows: int) -> list[dict[str, Any]]:
-    """All rules at one number of rows, by domain."""
+def measure(
+    args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict, rows: int
+) -> list[tuple[dict[str, Any], list[Measurement]]]:
+    """All rules at one number of rows, by domain: results, each with the runs it comes from."""
     block = draft.config.num_draft_tokens
     settings = [
         PLAIN,
@@ -166,8 +180,40 @@ def measure(args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dic
                 result["expected_tau"] = stats.expected_tau
                 if setting.schedule == THROUGHPUT:
                     result["scheduling"] = deciding[domain] / (stats.seconds - stats.prefill_seconds)
-            results.append(result)
+            results.append((result, chosen[setting]))
     return results
+
+
+def cost_table(args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict) -> ThroughputProfile:
+    """What steps and drafts cost at the numbers of rows seen, in the middle of an answer."""
+    lengths = [len(prompt) for ids in prompts.values() for prompt in ids]
+    context = int(median(lengths)) + args.max_new_tokens // 2
+    return measure_profile(
+        target,
+        draft,
+        rows=sorted(set(args.rows)),
+        contexts=[context],
+        time_budget=args.table_seconds,
+        max_samples=100,
+    )
+
+
+def reckon(table: ThroughputProfile, result: dict[str, Any], measurements: list[Measurement]) -> dict[str, float]:
+    """Tokens per second of a result's runs by the cost table."""
+    rows, seconds = result["rows"], 0.0
+    context = table.verify_points[0].context
+    tokens = sum(len(answer) * len(run.seconds) for run in measurements for answer in run.answers)
+    for run in measurements:
+        if run.stats is None:
+            # plain generate() carries finished rows along to the end
+            steps = max(map(len, run.answers)) - 1
+            seconds += len(run.seconds) * steps * table.plain_seconds(rows, context)
+            continue
+        for event in run.stats.round_events:
+            count = len(event.rows)
+            seconds += table.verify_seconds(count + sum(event.verify_lengths), count, context)
+            seconds += table.draft_seconds(count) if any(event.drafted) else 0.0
+    return {"tokens_per_second_by_table": tokens / seconds}
 
 
 def total(measurements: list[Measurement]) -> GenerationStats:
@@ -262,11 +308,12 @@ def verdicts(report: dict[str, Any]) -> dict[str, bool]:
         cells.setdefault((result["rows"], result["domain"]), {})[result["setting"]] = result
     found = {}
     for (rows, domain), by_setting in cells.items():
-        rate = by_setting[THROUGHPUT]["speedup"]
-        best = max(result["speedup"] for result in by_setting.values())
-        found[f"R={rows} {domain}: {rate / best:.3f} of the best rule"] = rate >= CLOSE_TO_BEST * best
-        found[f"R={rows} {domain}: {rate:.3f} of plain"] = rate >= NEVER_SLOWER
-    for domain in {domain for _, domain in cells}:
+        for how, name in (("", "tokens_per_second"), (" by table", "tokens_per_second_by_table")):
+            plain, rate = by_setting[PLAIN.name][name], by_setting[THROUGHPUT][name]
+            best = max(result[name] for result in by_setting.values())
+            found[f"R={rows} {domain}{how}: {rate / best:.3f} of the best rule"] = rate >= CLOSE_TO_BEST * best
+            found[f"R={rows} {domain}{how}: {rate / plain:.3f} of plain"] = rate >= NEVER_SLOWER * plain
+    for domain in dict.fromkeys(domain for _, domain in cells):
         lengths = [cells[key][THROUGHPUT]["mean_verify_length"] for key in sorted(cells) if key[1] == domain]
         text = " > ".join(f"{length:.2f}" for length in lengths)
         found[f"{domain}: verify length falls, {text}"] = lengths == sorted(lengths, reverse=True)
@@ -279,7 +326,9 @@ def verdicts(report: dict[str, Any]) -> dict[str, bool]:
 
 
 def print_results(results: list[dict[str, Any]]) -> None:
-    header = ("R", "prompts", "rule", "tok/s", "of plain", "verified", "tau", "promised", "no draft", "scheduling")
+    header = ["R", "prompts", "rule", "tok/s", "of plain", "verified", "tau", "promised", "no draft", "scheduling"]
+    header += ["by table"] if "tokens_per_second_by_table" in results[0] else []
+    plain = {(r["rows"], r["domain"]): r.get("tokens_per_second_by_table") for r in results if r["setting"] == "plain"}
     rows = []
     for result in results:
         row = [str(result["rows"]), result["domain"], result["setting"]]
@@ -288,9 +337,10 @@ def print_results(results: list[dict[str, Any]]) -> None:
             promised = result["expected_tau"]
             row += [f"{result['mean_verify_length']:.2f}", f"{result['tau']:.2f}"]
             row += ["" if promised is None else f"{promised:.2f}", f"{result['share_without_draft']:.2f}"]
-        if "scheduling" in result:
-            row.append(f"{result['scheduling']:.2%}")
-        rows.append(row + [""] * (len(header) - len(row)))
+        row += [""] * (9 - len(row)) + [f"{result['scheduling']:.2%}" if "scheduling" in result else ""]
+        if "tokens_per_second_by_table" in result:
+            row.append(f"{result['tokens_per_second_by_table'] / plain[result['rows'], result['domain']]:.3f}")
+        rows.append(row)
     print_table(header, rows)
 
 

@@ -34,6 +34,7 @@ def arguments(tiny_pair, prompts, output):
 def test_load(tiny_pair, prompts, tmp_path, capsys):
     output = tmp_path / "load.json"
     flags = ["--rows", "1", "2", "--max-new-tokens", "12", "--useless-tokens", "16", "--useless-repeats", "1"]
+    flags += ["--table-seconds", "1"]
     load.main(arguments(tiny_pair, prompts, output) + flags)
     text = output.read_text()
     report = json.loads(text)
@@ -42,13 +43,14 @@ def test_load(tiny_pair, prompts, tmp_path, capsys):
     rules = ("plain", "7 drafted", "confidence", "throughput")
     assert found == {(rows, domain, rule) for rows in (1, 2) for domain in ("math", "chat") for rule in rules}
     for result in report["results"]:
-        assert result["tokens_per_second"] > 0
+        assert result["tokens_per_second"] > 0 and result["tokens_per_second_by_table"] > 0
         assert result["setting"] == "plain" or 0 <= result["mean_verify_length"] <= 7
         assert result["setting"] != "throughput" or 0 < result["scheduling"] < 1
     (useless,) = report["useless"]
     assert useless["tokens"] == 16 and len(useless["seconds"][0]) == 1
     assert {"cpu", "threads", "torch", "commit"} <= set(report["environment"])
-    assert len(report["verdicts"]) == 2 * 4 + 2 + 1 + 1
+    assert {point["rows"] for point in report["table"]["verify_points"]} == {1, 2}
+    assert len(report["verdicts"]) == 2 * 4 * 2 + 2 + 1 + 1
     assert "scheduling takes" in capsys.readouterr().out
 
 
