@@ -14,7 +14,7 @@ Machines change speed from minute to minute, by more than the differences at sta
 cost table too, measured at the end with all its points taking turns: what their rounds, and plain decoding's steps,
 would have taken on a steady machine ("by table", without prompts and the loop's own overhead).
 
-*Scheduling* is the time spent deciding, as a share of the rounds. The defaults take about ten minutes on one CPU core
+*Scheduling* is the time spent deciding, as a share of the rounds. The defaults take about ten minutes on two CPU cores
 with a model of 135 million parameters; `--rows`, `--domains` and `--max-new-tokens` make it shorter, `--repeats` and
 `--limit` steadier.
 """
@@ -72,7 +72,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=(*DOMAINS, "all"))
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--top-p", type=float, metavar="P")
