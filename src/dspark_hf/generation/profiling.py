@@ -67,6 +67,29 @@ def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputP
         return profile
 
 
+def throughput_profile(model, draft, rows: int = 1, context: int = _FIRST_CONTEXT) -> ThroughputProfile:
+    """
+    The cost table that `generate()` uses for this pair: from memory, from disk, or measured now and saved.
+
+    Args:
+        model: The target.
+        draft (`DSparkDraftModel`): The draft.
+        rows (`int`): Most rows of a batch.
+        context (`int`): Tokens cached per row.
+
+    Raises:
+        ValueError: the target cannot be verified in blocks.
+    """
+    return profile_for(model, draft, _batched_path(model), rows, context)
+
+
+def _batched_path(model) -> str:
+    path, reason = verification_path(model)
+    if path not in (PACKED, RECTANGULAR):
+        raise ValueError(f"{type(model).__name__} is not verified in batched blocks: {reason}.")
+    return path
+
+
 def profile_fields(model, draft, path: str) -> dict:
     """What a pair's cost table is filed under."""
     return fingerprint_fields(model, draft) | {"path": path}
@@ -115,10 +138,7 @@ def measure_profile(
         ValueError: the target cannot be verified in blocks.
     """
     began = time.perf_counter()
-    if path is None:
-        path, reason = verification_path(model)
-        if path not in (PACKED, RECTANGULAR):
-            raise ValueError(f"{type(model).__name__} is not verified in batched blocks: {reason}.")
+    path = path or _batched_path(model)
     block = draft.config.num_draft_tokens + 1
     widths = sorted({1, 2, min(4, block), block})
     with _MEASURING, torch.no_grad():
