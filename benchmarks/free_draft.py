@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _common import environment, make_batches, model_name, print_table, read_prompts, save_json, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDraftModel, record_generation
+from dspark_hf.benchmarking.machine import environment, model_name, print_table, save_json, timed
+from dspark_hf.benchmarking.prompts import make_batches, read_prompts
 from dspark_hf.modeling_dspark import DraftBlock
 
 

@@ -17,97 +17,26 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from _bare import BareForwards, RoundCost
-from _common import Batch, environment, make_batches, model_name, print_table, read_prompts, save_json, timed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dspark_hf import DSparkDraftModel, GenerationStats, record_generation
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to generate; `schedule` is `None` for plain generation."""
-
-    schedule: str | None = None
-    draft_length: int = 0
-    threshold: float = 0.0
-
-    @property
-    def name(self) -> str:
-        if self.schedule is None:
-            return "plain"
-        return f"{self.draft_length} drafted" if self.schedule == "constant" else self.schedule
-
-
-@dataclass
-class Measurement:
-    """What one batch in one setting gave.
-
-    Attributes:
-        source (`str`): of the prompts.
-        answers (`list[list[int]]`): new tokens of each row, up to and with the end-of-sequence token.
-        seconds (`list[float]`): wall-clock seconds of each repeat, prefill included.
-        stats (`GenerationStats`, *optional*): of all repeats together; `None` for plain generation.
-        costs (`list[RoundCost]`): of each repeat, in the settings with a constant draft length.
-    """
-
-    source: str
-    answers: list[list[int]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    stats: GenerationStats | None = None
-    costs: list[RoundCost] = field(default_factory=list)
-
-
-class Runner:
-    """Answers batches with one pair in any setting."""
-
-    def __init__(self, args: argparse.Namespace, target: PreTrainedModel, draft: DSparkDraftModel):
-        self.target, self.draft, self.seed = target, draft, args.seed
-        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-        sampling = {name: value for name, value in sampling.items() if value is not None}
-        self.options = {"max_new_tokens": args.max_new_tokens, "do_sample": bool(sampling), **sampling}
-        ends = target.generation_config.eos_token_id
-        self.ends = set(ends if isinstance(ends, list) else [ends])
-
-    def run(self, setting: Setting, batch: Batch, into: Measurement, **overrides: Any) -> GenerationStats:
-        """Answer `batch` once, add the result to `into`, and return this run's statistics."""
-        torch.manual_seed(self.seed)
-        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **self.options, **overrides}
-        if setting.schedule is not None:
-            config = self.draft.generation_config
-            config.num_assistant_tokens = setting.draft_length
-            config.num_assistant_tokens_schedule = setting.schedule
-            config.assistant_confidence_threshold = setting.threshold
-            inputs["assistant_model"] = self.draft
-        with record_generation() as stats:
-            output, seconds = timed(lambda: self.target.generate(**inputs), self.target.device)
-        answers = output[:, batch.input_ids.shape[1] :].tolist()
-        into.answers = [self.until_end(answer) for answer in answers]
-        into.seconds.append(seconds)
-        if setting.schedule is not None:
-            into.stats = into.stats or GenerationStats()
-            into.stats.add(stats)
-        return stats
-
-    def until_end(self, answer: list[int]) -> list[int]:
-        """`answer` without the padding behind its end-of-sequence token."""
-        end = next((place for place, token in enumerate(answer) if token in self.ends), len(answer))
-        return answer[: end + 1]
+from dspark_hf import DSparkDraftModel
+from dspark_hf.benchmarking.bare import BareForwards
+from dspark_hf.benchmarking.machine import environment, model_name, print_table, save_json
+from dspark_hf.benchmarking.prompts import make_batches, read_prompts
+from dspark_hf.benchmarking.runner import Measurement, Runner, Setting, overhead, speed
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
     parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
-    parser.add_argument(
-        "--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source"
-    )
+    parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
     parser.add_argument("--source", nargs="+", default=[], help="only prompts of these sources")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N prompts of each source")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8], metavar="R", help="batch sizes")
@@ -210,60 +139,9 @@ def measure(
         for setting in settings:
             result = speed(chosen[setting], chosen[settings[0]])
             if costs := [cost for measurement in chosen[setting] for cost in measurement.costs]:
-                result |= overhead(costs)
+                result |= overhead(costs) | {"runs": [asdict(cost) for cost in costs]}
             results.append({"source": source or "all", "setting": setting.name, **asdict(setting), **result})
     return results
-
-
-def speed(measurements: list[Measurement], plain: list[Measurement]) -> dict[str, Any]:
-    """Speed of a setting beside plain generation's, on the same batches."""
-
-    def tokens_per_second(chosen: list[Measurement]) -> float:
-        tokens = sum(len(answer) for measurement in chosen for answer in measurement.answers)
-        return tokens / sum(median(measurement.seconds) for measurement in chosen)
-
-    rate = tokens_per_second(measurements)
-    result: dict[str, Any] = {"tokens_per_second": rate, "speedup": rate / tokens_per_second(plain)}
-    result["seconds"] = [measurement.seconds for measurement in measurements]
-    result["tokens"] = [[len(answer) for answer in measurement.answers] for measurement in measurements]
-    if measurements[0].stats is not None:
-        total = GenerationStats()
-        for measurement in measurements:
-            total.add(measurement.stats)
-        same = [
-            a == b for m, p in zip(measurements, plain, strict=True) for a, b in zip(m.answers, p.answers, strict=True)
-        ]
-        result |= {
-            "path": total.path,
-            "tau": total.tau,
-            "acceptance_by_position": total.acceptance_by_position,
-            "mean_verify_length": total.verified / max(1, sum(len(event.rows) for event in total.round_events)),
-            "identical_rows": sum(same),
-            "compared_rows": len(same),
-            "draft_seconds": total.draft_seconds,
-            "verify_seconds": total.verify_seconds,
-            "other_seconds": total.other_seconds,
-            "prefill_seconds": total.prefill_seconds,
-            "rounds": total.rounds,
-        }
-    return result
-
-
-def overhead(costs: list[RoundCost]) -> dict[str, Any]:
-    """Medians over runs: a round's wall time, its bare forwards, their ratio, the speed-up without overhead."""
-
-    def per_round(name: str) -> float:
-        return median(getattr(cost, name) / cost.rounds for cost in costs)
-
-    return {
-        "round_seconds": per_round("wall"),
-        "bare_draft_seconds": per_round("draft"),
-        "bare_verify_seconds": per_round("verify"),
-        "bare_step_seconds": per_round("step"),
-        "overhead": median(cost.overhead for cost in costs),
-        "ideal_speedup": median(cost.ideal_speedup for cost in costs),
-        "runs": [asdict(cost) for cost in costs],
-    }
 
 
 def print_results(report: dict[str, Any]) -> None:

@@ -32,20 +32,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from _common import Batch, environment, make_batches, model_name, print_table, read_prompts, save_json
-from generate import Measurement, Runner, Setting, speed
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dspark_hf import DSparkDraftModel, GenerationStats
+from dspark_hf import DSparkDraftModel
+from dspark_hf.benchmarking.machine import environment, model_name, print_table, save_json
+from dspark_hf.benchmarking.prompts import DOMAINS, Batch, make_batches, read_prompts, take_turns
+from dspark_hf.benchmarking.runner import Measurement, Runner, Setting, speed
+from dspark_hf.benchmarking.runner import total_stats as total
 from dspark_hf.generation.policy import ThroughputPolicy
 from dspark_hf.generation.profiling import measure_profile
 from dspark_hf.throughput import ThroughputProfile
 
-DOMAINS = {
-    "math": ("gsm8k", "math500"),
-    "code": ("mbpp", "humaneval", "lbpp"),
-    "chat": ("mt-bench", "arena-hard-v2"),
-}
 PLAIN, THROUGHPUT = Setting(), "throughput"
 # What the scheduler is held to: share of the best rule's speed, of plain decoding's, and extra time of a bad draft.
 CLOSE_TO_BEST, NEVER_SLOWER, USELESS_COST, SCHEDULING = 0.97, 0.98, 0.03, 0.01
@@ -117,12 +114,6 @@ def load(args: argparse.Namespace) -> tuple[PreTrainedModel, DSparkDraftModel, d
     if missing := [name for name, sources in chosen.items() if not sources]:
         raise SystemExit(f"{args.prompts.name} holds no prompts of {', '.join(missing)}; try --domains all")
     return target, draft, {name: take_turns(sources) for name, sources in chosen.items()}
-
-
-def take_turns(lists: list[list[list[int]]]) -> list[list[int]]:
-    """One list of all prompts, each source as evenly spread as it goes."""
-    spread = [((place + 0.5) / len(ids), prompt) for ids in lists for place, prompt in enumerate(ids)]
-    return [prompt for _, prompt in sorted(spread, key=lambda pair: pair[0])]
 
 
 def new_report(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -214,14 +205,6 @@ def reckon(table: ThroughputProfile, result: dict[str, Any], measurements: list[
             seconds += table.verify_seconds(count + sum(event.verify_lengths), count, context)
             seconds += table.draft_seconds(count) if any(event.drafted) else 0.0
     return {"tokens_per_second_by_table": tokens / seconds}
-
-
-def total(measurements: list[Measurement]) -> GenerationStats:
-    """The statistics of several batches together."""
-    stats = GenerationStats()
-    for measurement in measurements:
-        stats.add(measurement.stats)
-    return stats
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import print_table, save_json
-from generate import Measurement, Runner, Setting
 from load import add_common_arguments, batches_of, load, new_report, total
+
+from dspark_hf.benchmarking.machine import print_table, save_json
+from dspark_hf.benchmarking.runner import Measurement, Runner, Setting
 
 THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

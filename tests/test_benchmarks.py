@@ -8,8 +8,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import _common  # noqa: E402
 import generate as benchmark  # noqa: E402
+
+from dspark_hf.benchmarking import prompts as prompt_files  # noqa: E402
 
 
 @pytest.fixture
@@ -29,14 +30,14 @@ def test_prompts_become_left_padded_batches_of_one_source(prompts):
     def no_tokenizer():
         raise AssertionError("every line has prompt_ids")
 
-    found = _common.read_prompts(prompts, no_tokenizer)
+    found = prompt_files.read_prompts(prompts, no_tokenizer)
     assert {source: len(ids) for source, ids in found.items()} == {"a": 2, "b": 1}
-    assert set(_common.read_prompts(prompts, no_tokenizer, sources=["b"])) == {"b"}
-    assert len(_common.read_prompts(prompts, no_tokenizer, limit=1)["a"]) == 1
+    assert set(prompt_files.read_prompts(prompts, no_tokenizer, sources=["b"])) == {"b"}
+    assert len(prompt_files.read_prompts(prompts, no_tokenizer, limit=1)["a"]) == 1
     with pytest.raises(ValueError, match="no prompts of c"):
-        _common.read_prompts(prompts, no_tokenizer, sources=["c"])
+        prompt_files.read_prompts(prompts, no_tokenizer, sources=["c"])
 
-    first, second = _common.make_batches(found, 2, pad=0)
+    first, second = prompt_files.make_batches(found, 2, pad=0)
     assert (first.source, second.source) == ("a", "b")
     assert first.input_ids[0].tolist() == [0, 0, 38, 154, 86, 151, 46]
     assert first.attention_mask.sum(1).tolist() == [5, 7]

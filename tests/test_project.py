@@ -18,7 +18,7 @@ LAYERS = {
         *("calibration", "confidence_metrics", "throughput", "fingerprints", "plots"),
     },
     "runtime": {"generation"},
-    "edge": {"calibration_run", "training", "demo", "cli", "__init__"},
+    "edge": {"calibration_run", "training", "benchmarking", "demo", "cli", "__init__"},
 }
 ALLOWED = {
     "leaf": {"leaf"},

@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import calibrate, convert, demo, generate, inspect, prepare, profile, serve_command, train
+from . import bench, calibrate, convert, demo, generate, inspect, prepare, profile, serve_command, train
 
-COMMANDS = (generate, prepare, train, calibrate, profile, inspect, convert, serve_command, demo)
+COMMANDS = (generate, bench, prepare, train, calibrate, profile, inspect, convert, serve_command, demo)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -12,16 +12,19 @@ and the ratio is taken run by run.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from _common import timed
 from transformers import DynamicCache, PreTrainedModel
 
-from dspark_hf import DSparkDraftModel, GenerationStats
-from dspark_hf._compat import CACHE_KEY
+from .._compat import CACHE_KEY
+from ..modeling_dspark import DSparkDraftModel
+from ..stats import GenerationStats
+from .machine import timed
 
 
 @dataclass(frozen=True)
@@ -68,36 +71,57 @@ class BareForwards:
         self.target, self.draft, self.context, self.repeats = target, draft, context, repeats
         self.shared = draft.shared_weights(target)
         self._filled: dict[int, tuple[Any, Any, torch.Tensor]] = {}
-        self._warm: set[tuple[int, int]] = set()
+        self._warm: set[tuple[str, int, int]] = set()
 
-    def compare(self, stats: GenerationStats, draft_length: int) -> RoundCost:
-        """Time the bare forwards of a run that has just ended, for every number of rows it ran at.
+    def compare(self, stats: GenerationStats, draft_length: int, *, constant: bool = True) -> RoundCost:
+        """Time the bare forwards of a run that has just ended, for every number of rows and width it ran at.
 
         Args:
             stats (`GenerationStats`): of that run alone.
-            draft_length (`int`): l, the constant number of drafted tokens.
+            draft_length (`int`): drafted tokens of a round that drafts.
+            constant (`bool`, *optional*, defaults to `True`): every round verified all of them. Otherwise each round
+                counts with its own verify length, the mean over its rows, and with no draft where there was none; a
+                width is then timed once, for there may be many.
         """
-        rounds = Counter(len(event.rows) for event in stats.round_events)
-        costs = {rows: self.seconds(rows, draft_length) for rows in rounds}
-        draft, verify, step = (sum(times * costs[rows][i] for rows, times in rounds.items()) for i in range(3))
-        wall = stats.seconds - stats.prefill_seconds
-        return RoundCost(stats.rounds, stats.tau, wall=wall, draft=draft, verify=verify, step=step)
+        rounds: Counter[tuple[int, int, bool]] = Counter()
+        for event in stats.round_events:
+            rows = len(event.rows)
+            length = draft_length if constant else round(sum(event.verify_lengths) / rows)
+            rounds[rows, length, constant or any(event.drafted)] += 1
+        repeats = self.repeats if constant else 1
+        drafting = {rows for rows, _, drafts in rounds if drafts}
+        widths = {(rows, 1 + length) for rows, length, _ in rounds} | {(rows, 1) for rows, _, _ in rounds}
+        draft = self._medians({(rows, draft_length): self._draft_block for rows in drafting}, "draft", repeats)
+        target = self._medians(dict.fromkeys(sorted(widths), self._target_forward), "target", repeats)
+        return RoundCost(
+            stats.rounds,
+            stats.tau,
+            wall=stats.seconds - stats.prefill_seconds,
+            draft=sum(times * draft[rows, draft_length] for (rows, _, drafts), times in rounds.items() if drafts),
+            verify=sum(times * target[rows, 1 + length] for (rows, length, _), times in rounds.items()),
+            step=sum(times * target[rows, 1] for (rows, _, _), times in rounds.items()),
+        )
+
+    @torch.no_grad()
+    def _medians(
+        self, runs: dict[tuple[int, int], Callable[[int, int], None]], kind: str, repeats: int
+    ) -> dict[tuple[int, int], float]:
+        """Median seconds of every `run(rows, width)`, the runs taking turns."""
+        for shape, run in runs.items():
+            if (kind, *shape) not in self._warm:
+                run(*shape)
+                self._warm.add((kind, *shape))
+        device = self.target.device
+        times = [{shape: timed(partial(run, *shape), device)[1] for shape, run in runs.items()} for _ in range(repeats)]
+        return {shape: median(found[shape] for found in times) for shape in runs}
 
     @torch.no_grad()
     def seconds(self, rows: int, draft_length: int) -> tuple[float, float, float]:
         """Median seconds of the draft's block, of a verification, and of a plain step, for `rows` rows."""
-        runs = (
-            lambda: self._draft_block(rows, draft_length),
-            lambda: self._target_forward(rows, 1 + draft_length),
-            lambda: self._target_forward(rows, 1),
-        )
-        if (rows, draft_length) not in self._warm:
-            for run in runs:
-                run()
-            self._warm.add((rows, draft_length))
-        times = [[timed(run, self.target.device)[1] for run in runs] for _ in range(self.repeats)]
-        draft, verify, step = (median(column) for column in zip(*times, strict=True))
-        return draft, verify, step
+        draft = self._medians({(rows, draft_length): self._draft_block}, "draft", self.repeats)
+        widths = dict.fromkeys([(rows, 1 + draft_length), (rows, 1)], self._target_forward)
+        target = self._medians(widths, "target", self.repeats)
+        return draft[rows, draft_length], target[rows, 1 + draft_length], target[rows, 1]
 
     def _caches(self, rows: int) -> tuple[Any, Any, torch.Tensor]:
         """Filled caches of target and draft for `rows` rows, and token ids (rows, context)."""
@@ -131,3 +155,6 @@ class BareForwards:
             num_tokens=draft_length,
             kv_length=end,
         )
+
+
+__all__ = ["BareForwards", "RoundCost"]
