@@ -3,6 +3,7 @@
 #   make demo DRAFT=path           with another draft for SmolLM2-135M-Instruct
 #   make demo ARGS='--prompt Hi'   with further arguments (see `dspark-hf demo --help`)
 #   make test                      all tests;  make test ARGS='-k cli' for some of them
+#   make docs-check                documentation and examples: code, links, what is generated; part of `make test`
 #   make lint                      ruff
 #   make bench ARGS='--target T --draft D --prompts P'
 
@@ -16,7 +17,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench install clean
+.PHONY: demo test docs-check lint bench install clean
 
 ifneq ($(strip $(DRAFT)),)
 DEMO_ARGS = --draft $(DRAFT)
@@ -32,6 +33,9 @@ demo: $(VENV)/.installed-demo
 # One thread per worker: the workers are what uses the cores.
 test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+docs-check: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'test_docs or test_examples or readme or up_to_date or stale' $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """A tiny target with a tokenizer and a draft that is good on any prompt, as folders: for documentation and examples.
 
-The target's next token depends almost only on the one before it: its embedding and head are those of the random targets,
-while what its layers add is scaled down. The draft's Markov head holds just that dependence (W1 the normed embedding, W2
+The target's next token depends almost only on the one before it: embedding and head are those of the random targets,
+and what its layers add is scaled down. The draft's Markov head holds just that dependence (W1 the normed embedding, W2
 the head), and its base logits are zero. So it is accepted most of the time without any training, wherever a program
 takes the prompts from, and both load with `from_pretrained` like any other pair.
 """
