@@ -2,6 +2,7 @@
 #   make demo                      plain generate() against DSpark on the same prompt
 #   make demo DRAFT=path           with another draft for SmolLM2-135M-Instruct
 #   make demo ARGS='--prompt Hi'   with further arguments (see `dspark-hf demo --help`)
+#   make space                     the page that shows acceptance live; ARGS='--draft path' for another draft
 #   make test                      all tests;  make test ARGS='-k cli' for some of them
 #   make docs-check                documentation and examples: code, links, what is generated; part of `make test`
 #   make lint                      ruff
@@ -17,7 +18,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs-check lint bench install clean
+.PHONY: demo space test docs-check lint bench install clean
 
 ifneq ($(strip $(DRAFT)),)
 DEMO_ARGS = --draft $(DRAFT)
@@ -29,6 +30,9 @@ endif
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/dspark-hf demo $(DEMO_ARGS) $(ARGS)
+
+space: $(VENV)/.installed-demo
+	$(BIN)/python space/app.py $(if $(strip $(DRAFT)),--draft $(DRAFT)) $(ARGS)
 
 # One thread per worker: the workers are what uses the cores.
 test: $(VENV)/.installed-test
