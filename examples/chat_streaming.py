@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from dspark_hf import DSparkDraftModel, RoundEvent
 
-TURNS = ("Name a fruit.", "What colour is it?", "Write one sentence with both words.")
+TURNS = (
+    "Write a Python function that adds two numbers.",
+    "Now one that multiplies them.",
+    "How do I call both of them?",
+)
 
 
 class LiveStreamer(TextStreamer):

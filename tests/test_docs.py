@@ -53,6 +53,7 @@ SHORTER = {
     "calibrate": ["--max-new-tokens", "24"],
     "profile": ["--rows", "1", "--seconds", "0.5"],
     "generate": ["--max-new-tokens", "8"],
+    "bench": ["--limit", "1", "--max-new-tokens", "8", "--repeats", "1", "--rows", "1", "--no-baselines", "--no-bare"],
 }
 PARSED_ONLY = {
     "accelerate launch": "starts several processes, one per GPU",
@@ -115,7 +116,7 @@ def place(pair, tmp_path, monkeypatch) -> Path:
     (tmp_path / "path" / "to" / "target").symlink_to(target)
     (tmp_path / "path" / "to" / "dspark-draft").symlink_to(draft)
     for name in ("prompts", "held-out"):
-        rows = [{"prompt": f"{name} {number}"} for number in range(6)]
+        rows = [{"prompt": f"{name} {number}", "source": ("gsm8k", "mbpp")[number % 2]} for number in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -372,7 +373,7 @@ def flags_of(command: str | None = None) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_exist(page):
-    everywhere = flags_of() | set(re.findall(r'"(--[a-z-]+)"', (ROOT / "benchmarks" / "generate.py").read_text()))
+    everywhere = flags_of()
     for code in re.findall(r"`([^`\n]+)`", prose_of(page)):
         words = code.split()
         if words[0] == "dspark-hf" and len(words) > 1:
