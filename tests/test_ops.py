@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark_hf.ops import first_argmax
+from dspark_hf.ops import contiguous_inputs, first_argmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,3 +21,17 @@ def test_minus_infinity_rows():
     scores = torch.full((2, 512), float("-inf"))
     scores[1, 511] = -5.0
     assert first_argmax(scores).tolist() == [0, 511]
+
+
+def test_contiguous_inputs_copies_strided_ones_only_inside():
+    seen = []
+    layer = torch.nn.Linear(4, 3)
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].is_contiguous()))
+    states = torch.randn(2, 5, 4)
+    wanted = layer(states[:, -1:])
+    with contiguous_inputs(layer):
+        assert layer(states[:, -1:]).equal(wanted)
+    layer(states[:, -1:])
+    assert seen == [False, True, False] and len(layer._forward_pre_hooks) == 0
+    with contiguous_inputs(None):
+        pass

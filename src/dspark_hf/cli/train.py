@@ -84,6 +84,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-size", type=int, default=4, metavar="N", help="rows per process and step; default: 4")
     group.add_argument("--accumulate", type=int, default=1, metavar="N", help="batches per optimizer step; default: 1")
     group.add_argument("--anchors", type=int, default=512, metavar="N", help="blocks per row; default: 512")
+    group.add_argument(
+        "--optimizer", default="adamw", choices=("adamw", "muon"), help="muon: for the matrices; fewer steps needed"
+    )
     group.add_argument("--lr", type=float, default=6e-4, help="default: 6e-4; small drafts like 2e-3")
     group.add_argument("--min-lr-ratio", type=float, default=0.0, metavar="X", help="where the cosine ends; default: 0")
     group.add_argument("--warmup", type=float, default=0.04, metavar="X", help="steps, or share of them; default: 0.04")
@@ -170,6 +173,7 @@ def _training_arguments(args: argparse.Namespace, target):
         gradient_accumulation_steps=args.accumulate,
         num_anchors=args.anchors,
         learning_rate=args.lr,
+        muon=args.optimizer == "muon",
         warmup_steps=args.warmup,
         weight_decay=args.weight_decay,
         adam_beta2=args.beta2,

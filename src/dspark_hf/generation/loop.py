@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from ..ops import first_argmax
+from ..ops import contiguous_inputs, first_argmax
 from ..sampling import accept_greedy, accept_sampled, draw, residual_weights
 from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
@@ -103,7 +103,8 @@ class DecodingLoop:
             `torch.LongTensor` of shape `(batch, P + longest)`.
         """
         began = time.perf_counter()
-        with self.capture.installed(), LOAD.call(self.model) as self.report_load:
+        head = contiguous_inputs(self.model.get_output_embeddings())
+        with self.capture.installed(), head, LOAD.call(self.model) as self.report_load:
             self._prefill(source, model_kwargs)
             self.stats.prefill_seconds = time.perf_counter() - began
             with self.model._optimize_model_for_decode():

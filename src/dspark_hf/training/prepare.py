@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from ..ops import contiguous_inputs
+
 # Batches are cut from windows of this many batches sorted by length: little padding, and mixed order all the same.
 _WINDOW = 32
 
@@ -280,13 +282,14 @@ def _generate(target, prompt_ids: list[list[int]], first: _Task, options: Respon
             "top_k": options.top_k,
         }
         torch.manual_seed((options.seed * 1_000_003 + first.prompt) * 1_003 + first.response)
-    output = target.generate(
-        input_ids=torch.tensor(padded, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        max_new_tokens=options.max_new_tokens,
-        pad_token_id=pad,
-        **sampling,
-    )
+    with contiguous_inputs(target.get_output_embeddings()):
+        output = target.generate(
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=options.max_new_tokens,
+            pad_token_id=pad,
+            **sampling,
+        )
     answers = []
     for ids in output[:, width:].tolist():
         end = next((place + 1 for place, token in enumerate(ids) if token in stop), len(ids))

@@ -30,6 +30,7 @@ from ..modeling_dspark import DSparkDraftModel
 from . import checkpointing
 from .data import ResponseRows, collate, row_uniforms
 from .features import TargetFeatures
+from .muon import MuonAdamW
 from .objective import LossSettings, metrics_from_sums
 from .step import TrainingStep
 
@@ -45,6 +46,7 @@ class DSparkTrainingArguments(TrainingArguments):
         ce_weight, l1_weight, confidence_weight (`float`): weights of the loss terms.
         loss_decay (`float`): slots over which a slot's weight falls by e; 0 weighs all alike.
         loss_chunk_size (`int`, *optional*): slots whose logits exist at once; chosen by memory if unset.
+        muon (`bool`): Muon for the draft's matrices and AdamW for the rest (`muon.py`), in place of `optim`.
     """
 
     num_anchors: int = field(default=512, metadata={"help": "Blocks per row and step."})
@@ -53,6 +55,7 @@ class DSparkTrainingArguments(TrainingArguments):
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence head's loss."})
     loss_decay: float = field(default=4.0, metadata={"help": "Slots over which a slot's weight falls by e."})
     loss_chunk_size: int | None = field(default=None, metadata={"help": "Slots whose logits exist at once."})
+    muon: bool = field(default=False, metadata={"help": "Muon for the draft's matrices, AdamW for the rest."})
 
     def __post_init__(self):
         # Rows carry more than the step's own arguments, and every trained parameter takes part in every step.
@@ -119,6 +122,16 @@ class DSparkTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=callbacks,
         )
+
+    def create_optimizer(self, model=None):
+        """As in `Trainer`, or `MuonAdamW`."""
+        if not self.args.muon or self.optimizer is not None:
+            return super().create_optimizer()
+        args = self.args
+        self.optimizer = MuonAdamW(
+            self.draft, lr=args.learning_rate, beta2=args.adam_beta2, weight_decay=args.weight_decay
+        )
+        return self.optimizer
 
     # Loss -----------------------------------------------------------------------------------------------------------
 
