@@ -348,7 +348,7 @@ def lines(
     keys = [f'<li><svg viewBox="0 0 20 6"><line class="ds-line-{i}" x1="0" x2="20" y1="3" y2="3"/></svg>{escape(name)}'
             for i, (name, _, _) in enumerate(series)]  # fmt: skip
     if dots:
-        keys.append('<li><svg viewBox="0 0 20 8"><circle class="ds-dot" cx="10" cy="4" r="4"/></svg>your runs')
+        keys.append('<li><svg viewBox="0 0 20 8"><circle class="ds-dot" cx="10" cy="4" r="4"/></svg>your runs</li>')
     said = "; ".join(f"{name}: " + ", ".join(f"{y:.3g} at {x:g}" for x, y in zip(a, b)) for name, a, b in series)
     return axes.svg(f"{y_label} by {x_label}. {said}") + f'<ul class="ds-keys">{"".join(keys)}</ul>'
 

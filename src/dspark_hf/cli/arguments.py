@@ -28,11 +28,15 @@ class Pair:
     tokenizer: PreTrainedTokenizerBase | None
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser, *, model_help: str, model_required: bool) -> None:
+def add_pair_arguments(
+    parser: argparse.ArgumentParser, *, model_help: str, model_required: bool, draft_required: bool = True
+) -> None:
     """Declare `--model`, `--draft` and how to load them."""
     group = parser.add_argument_group("models")
     group.add_argument("--model", metavar="REPO|FOLDER", required=model_required, help=model_help)
-    group.add_argument("--draft", metavar="REPO|FOLDER", required=True, help="DSpark draft, any supported packaging")
+    group.add_argument(
+        "--draft", metavar="REPO|FOLDER", required=draft_required, help="DSpark draft, any supported packaging"
+    )
     group.add_argument(
         "--dtype",
         default="auto",

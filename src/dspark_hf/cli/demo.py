@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from transformers.utils import logging
@@ -12,6 +15,7 @@ from ..demo import Comparison, compare, smollm2_folder
 from . import arguments
 from .generate import describe
 
+PAGE = Path(__file__).resolve().parents[3] / "space" / "app.py"
 PROMPTS = (
     "Write a Python function to check whether a string is a palindrome.",
     "A bakery bakes 18 trays of rolls every morning, with 12 rolls on each tray. It sells 150 rolls before noon and "
@@ -30,8 +34,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--prompt-ids", metavar="IDS", help="the prompt as comma-separated token ids")
     parser.add_argument("--no-chat", action="store_true", help="do not apply the tokenizer's chat template")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="timed runs of each; the faster counts")
+    parser.add_argument("--space", action="store_true", help="show it live in the browser instead (in a clone)")
     arguments.add_pair_arguments(
-        parser, model_help="target model; default: SmolLM2-135M-Instruct, fetched once", model_required=False
+        parser,
+        model_help="target model; default: SmolLM2-135M-Instruct, fetched once",
+        model_required=False,
+        draft_required=False,
     )
     arguments.add_generation_arguments(parser)
     parser.set_defaults(run=run)
@@ -39,6 +47,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand."""
+    if args.space:
+        return show(args)
+    if args.draft is None:
+        raise ValueError("--draft: name a DSpark draft for the target.")
     logging.disable_progress_bar()  # the demo's models load in a second
     pair = arguments.load_pair(args, args.model or str(smollm2_folder()))
     settings = arguments.generation_settings(args)
@@ -55,6 +67,14 @@ def run(args: argparse.Namespace) -> int:
         comparison = compare(pair.model, pair.draft, inputs, repeats=args.repeats, seed=args.seed, **settings)
         print(report(comparison, pair, sampled=settings["do_sample"]))
     return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    """Start the page of `space/`, which lies beside the package in a clone and is no part of an installation."""
+    if not PAGE.is_file():
+        raise ValueError("--space: the page is not installed with the package; in a clone run `make space`.")
+    given = (("--target", args.model), ("--draft", args.draft))
+    return subprocess.call([sys.executable, str(PAGE), *(part for pair in given if pair[1] for part in pair)])
 
 
 def report(comparison: Comparison, pair: arguments.Pair, *, sampled: bool) -> str:
