@@ -17,7 +17,8 @@ import dspark_hf
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-FILES = sorted(EXAMPLES.glob("*.py"))
+# What trains on a GPU machine without network is a small tool of several files, with tests of its own.
+FILES = [path for path in sorted(EXAMPLES.glob("*.py")) if not path.stem.startswith(("gpu", "_gpu", "_pieces"))]
 # The package's public modules, and what of them: None stands for all that `__all__` lists.
 PUBLIC = {"dspark_hf": None, "dspark_hf.demo": None, "dspark_hf.cli": {"main"}}
 
@@ -196,7 +197,7 @@ def test_multi_gpu(example, pair, monkeypatch):
 
 def test_every_example_is_run():
     source = Path(__file__).read_text(encoding="utf-8")
-    names = {path.stem for path in FILES if not path.stem.startswith(("_", "gpu"))}
+    names = {path.stem for path in FILES if not path.stem.startswith("_")}
     run = set(re.findall(r'example\(\s*"(\w+)"', source)) | set(re.findall(r'flags = \("(\w+)"', source))
     assert names - run == set() and run <= names
 
@@ -215,6 +216,18 @@ def test_short_and_public(path):
             assert node.module in PUBLIC, f"{node.module} is private"
             public = PUBLIC[node.module] or set(importlib.import_module(node.module).__all__)
             assert {alias.name for alias in node.names} <= public
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if not path.stem.startswith("_")], ids=lambda path: path.stem)
+def test_usage_is_right(path):
+    """The docstring shows how to start the example, with flags that it has."""
+    text = path.read_text(encoding="utf-8")
+    usage = re.findall(r"^    python examples/(\w+)\.py(.*)$", ast.get_docstring(ast.parse(text)), re.MULTILINE)
+    known = set(
+        re.findall(r'add_argument\(\s*"(--[a-z-]+)"', text + (EXAMPLES / "_pair.py").read_text(encoding="utf-8"))
+    )
+    assert usage and {name for name, _ in usage} == {path.stem}
+    assert {flag for _, words in usage for flag in re.findall(r"--[a-z-]+", words)} <= known
 
 
 @pytest.mark.parametrize(
