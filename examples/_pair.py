@@ -37,5 +37,7 @@ def pair_names(args: argparse.Namespace) -> tuple[str, str]:
 
 def chat_inputs(tokenizer, messages: list[dict], device="cpu") -> dict:
     """`input_ids` and `attention_mask` of a chat, in the target's own template: what its draft was trained on."""
+    if tokenizer.chat_template is None:  # a base model continues text
+        return dict(tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt").to(device))
     options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
     return dict(tokenizer.apply_chat_template(messages, **options).to(device))

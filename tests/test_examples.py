@@ -66,6 +66,17 @@ def test_quickstart(example, pair, monkeypatch):
     assert int(rounds) * float(tau) == pytest.approx(39, abs=0.5) and float(tau) > 1.5
 
 
+def test_a_target_without_a_chat_template(example, pair):
+    import _pair
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair[1])
+    tokenizer.chat_template = None
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    ids = _pair.chat_inputs(tokenizer, messages)["input_ids"]
+    assert ids.shape[0] == 1 and "one" in tokenizer.decode(ids[0]) and "two" in tokenizer.decode(ids[0])
+
+
 def test_pipeline_batch(example, pair, monkeypatch):
     use_cost_table(monkeypatch)
     text = example("pipeline_batch", *pair, "--max-new-tokens", "24", "--batch-size", "4")
