@@ -6,7 +6,8 @@
 #   make test                      all tests;  make test ARGS='-k cli' for some of them
 #   make docs-check                documentation and examples: code, links, what is generated; part of `make test`
 #   make lint                      ruff
-#   make bench ARGS='--target T --draft D --prompts P'
+#   make bench                     the whole benchmark (half an hour; ARGS=--quick: ten minutes), stored, pages rewritten
+#   make report                    the README's table and docs/measured.md from the stored runs
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,7 +19,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: demo space test docs-check lint bench install clean
+.PHONY: demo space test docs-check lint bench report install clean
 
 ifneq ($(strip $(DRAFT)),)
 DEMO_ARGS = --draft $(DRAFT)
@@ -45,7 +46,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 
 bench: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/generate.py $(ARGS)
+	$(BIN)/python benchmarks/run.py $(if $(strip $(DRAFT)),--draft $(DRAFT)) $(ARGS)
+
+report: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 install: $(VENV)/.installed-dev
 

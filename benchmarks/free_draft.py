@@ -10,6 +10,7 @@ wider forward alone. Forced acceptance: the figure says nothing about real draft
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +38,7 @@ class FreeDraft(DSparkDraftModel):
         return DraftBlock(tokens=tokens, logits=tokens.new_zeros(1, num_tokens, 1), confidence_logits=None)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
     parser.add_argument("--draft", required=True, metavar="REPO|FOLDER", help="lends its block size and taps")
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
     parser.add_argument("--output", type=Path, metavar="JSON")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).eval()
@@ -85,7 +86,8 @@ def main() -> None:
     print_table(header, lines)
     print(f"\nall: {total:.2f} times plain generate()")
     if args.output:
-        save_json(args.output, {"environment": environment(), "forced": True, "speed": total, "runs": runs})
+        report = {"benchmark": "free_draft", "environment": environment(), "forced": True, "speed": total}
+        save_json(args.output, report | {"runs": runs})
 
 
 if __name__ == "__main__":

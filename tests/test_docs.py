@@ -59,7 +59,7 @@ PARSED_ONLY = {
     "accelerate launch": "starts several processes, one per GPU",
 }
 # What a `make` target runs, for the flags in its ARGS.
-RUN_BY_MAKE = {"bench": "benchmarks/generate.py", "demo": "src/dspark_hf/cli/demo.py"}
+RUN_BY_MAKE = {"bench": "benchmarks/run.py", "demo": "src/dspark_hf/cli/demo.py"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,292 @@
+"""The parts of docs/measured.md, one function for each kind of stored run. A chart is put into `charts` by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from _svg import bars, lines
+
+from dspark_hf.benchmarking.baselines import BASELINES
+from dspark_hf.benchmarking.machine import markdown_table
+from dspark_hf.benchmarking.shares import MEANING
+from dspark_hf.benchmarking.tables import breakdown, machine_line
+
+Report = dict[str, Any]
+Charts = dict[str, str]
+BUSY = 0.7  # load from which a run is said to have had company
+SHOWN = 0.0005  # parts below this share of a round are left out of a table
+
+
+def bench(name: str, report: Report, charts: Charts) -> list[str]:
+    """The side-by-side benchmark."""
+    results = report["results"]
+    domains = list(dict.fromkeys(result["domain"] for result in results))
+    parts = [f"## Side by side: `{name}.json`", describe_run(report), "### Speed", speed_table(results, domains)]
+    single = [result for result in results if result["rows"] == min(r["rows"] for r in results)]
+    methods = list(dict.fromkeys(result["method"] for result in single if result["method"] != "plain"))
+    cells = {(result["method"], result["domain"]): result for result in single}
+    charts[f"{name}-speed.svg"] = bars(
+        f"Speed, times plain generate(), batch {single[0]['rows']}",
+        domains,
+        {method: [cells[method, domain]["speedup"] for domain in domains] for method in methods},
+        line=1.0,
+    )
+    parts.append(f"![Speed by method and domain](measured/{name}-speed.svg)")
+    drafted = [result for result in results if result.get("acceptance_by_position")]
+    if whole := [r for r in drafted if r["schedule"] == "constant" and r["rows"] == single[0]["rows"]]:
+        longest = max(result["draft_length"] for result in whole)
+        chosen = [result for result in whole if result["draft_length"] == longest]
+        charts[f"{name}-acceptance.svg"] = lines(
+            "Share of blocks accepted up to a position",
+            {r["domain"]: list(enumerate(r["acceptance_by_position"], start=1)) for r in chosen},
+            "drafted position",
+            top=1.0,
+        )
+        parts += ["### Acceptance", acceptance_table(chosen), f"![Acceptance](measured/{name}-acceptance.svg)"]
+    overall = [result for result in results if result["domain"] == domains[0]]
+    parts += ["### The physical limit", LIMIT_TEXT, limit_table(overall), "### Exactness", EXACT_TEXT]
+    parts.append(exactness_table(overall))
+    if report["unavailable"]:
+        parts.append("### Left out")
+        parts.append("\n".join(f"- {BASELINES.get(n, n)}: {reason}" for n, reason in report["unavailable"].items()))
+    return parts
+
+
+LIMIT_TEXT = (
+    "A round cannot cost less than one forward of the draft and one of the target. Both were timed bare, outside any "
+    "loop, right after each run: *ideal* is the speed beside plain decoding's bare steps if a round were just those "
+    "two, *reached* the share of a round that they take. The rest of a round by part, in percent of it; what *draft* "
+    "and *verify* take is beyond the bare forwards, and below zero where the machine was slower when those were timed."
+)
+EXACT_TEXT = (
+    "*Same*: rows equal to plain generate() token for token. *Deficit*: how far a token's logit is below the largest, "
+    "with the target reading prompt and answer in one forward; plain generate() has some of its own in half precision."
+)
+
+
+def describe_run(report: Report) -> str:
+    """Machine, models, prompts and settings of a side-by-side run, in a sentence or two."""
+    arguments = report["arguments"]
+    prompts = sorted(set(report["prompts_by_domain"].values()))
+    limit = arguments["limit"]
+    count = str(limit) if limit is not None else f"{prompts[0]} to {prompts[-1]}" if prompts[1:] else str(prompts[0])
+    sampling = f"temperature {arguments['temperature']:g}" if arguments["temperature"] is not None else "greedy"
+    times = f"{arguments['repeats']} run{'s' * (arguments['repeats'] > 1)} of each"
+    return (
+        f"{report['target']} in {report['dtype']}, {sampling}, up to {arguments['max_new_tokens']} new tokens, {count} "
+        f"{'prompt' if count == '1' else 'prompts'} of each domain at batch 1 and whole batches above, {times}. Draft: "
+        f"{draft_shape(report['draft_shape'])}. Measured on {machine_line(report)}.{other_work(report)}"
+    )
+
+
+def draft_shape(shape: dict[str, Any]) -> str:
+    """A draft's shape in a few words."""
+    head = f"{shape['head']} Markov head of rank {shape['rank']}" if shape["head"] else "no Markov head"
+    confidence = "no confidence head"
+    if shape["confidence"]:
+        confidence = f"{'calibrated' if shape['calibrated'] else 'uncalibrated'} confidence head"
+    layers = f"{shape['layers']} layer{'s' * (shape['layers'] > 1)}"
+    vocabulary = f"{shape['draft_vocabulary']} of {shape['vocabulary']} tokens"
+    return f"{layers}, block {shape['block']}, {head}, {confidence}, {vocabulary}"
+
+
+def speed_table(results: list[dict], domains: list[str]) -> str:
+    """Tokens a second and times plain by batch and method, a pair of columns for each domain."""
+    header = ["batch", "method", *(f"{domain}: tok/s, times plain" for domain in domains)]
+    header += ["quartiles", "first token ms", "peak MiB"]
+    rows = []
+    cells = {(result["rows"], result["method"], result["domain"]): result for result in results}
+    for size, method in dict.fromkeys((result["rows"], result["method"]) for result in results):
+        found = [cells[size, method, domain] for domain in domains]
+        row = [str(size), method, *(f"{r['tokens_per_second']:.1f}, {r['speedup']:.2f}" for r in found)]
+        low, _, high = found[0]["speedup_quartiles"]
+        row += [f"{low:.2f} to {high:.2f}", f"{1000 * found[0]['first_token_seconds']:.0f}"]
+        rows.append([*row, f"{found[0]['peak_mib']:.0f}" if "peak_mib" in found[0] else ""])
+    return markdown_table(header, rows)
+
+
+def acceptance_table(chosen: list[dict]) -> str:
+    """Tau, verify length, acceptance by position and confidence of a constant length, by domain."""
+    width = max(len(result["acceptance_by_position"]) for result in chosen)
+    header = ["prompts", "tau", *(f"slot {slot}" for slot in range(1, width + 1)), "ECE (floor)", "AUC"]
+    rows = []
+    for result in chosen:
+        row = [result["domain"], f"{result['tau']:.2f}", *(f"{p:.2f}" for p in result["acceptance_by_position"])]
+        row += [""] * (2 + width - len(row))
+        fare = result.get("confidence")
+        row += ["", ""] if fare is None else [f"{fare['ece']:.3f} ({fare['floor']:.3f})", number(fare["auc"], 2)]
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def limit_table(results: list[dict]) -> str:
+    """Ideal and reached by setting, and what eats the rest."""
+    measured = [result for result in results if "reached" in result and "part_seconds_per_round" in result]
+    if not measured:
+        return "Not measured in this run."
+    rests = [breakdown(result) for result in measured]
+    parts = [part for part in MEANING if any(abs(rest.get(part, 0.0)) >= SHOWN for rest in rests)]
+    header = ["batch", "setting", "tau", "verified", "round ms", "bare draft", "bare verify", "bare step", "ideal"]
+    header += ["reached", "of plain generate()", *parts]
+    rows = []
+    for result, rest in zip(measured, rests, strict=True):
+        row = [str(result["rows"]), result["method"], f"{result['tau']:.2f}", f"{result['mean_verify_length']:.2f}"]
+        names = ("round", "bare_draft", "bare_verify", "bare_step")
+        row += [f"{1000 * result[f'{name}_seconds']:.1f}" for name in names]
+        row += [f"{result[name]:.2f}" for name in ("ideal_speedup", "reached", "reached_of_plain")]
+        rows.append([*row, *(f"{100 * rest.get(part, 0.0):.1f}" for part in parts)])
+    meaning = "; ".join(f"*{part}*: {MEANING[part]}" for part in parts)
+    return f"{markdown_table(header, rows)}\n\n{meaning}."
+
+
+def exactness_table(results: list[dict]) -> str:
+    """Rows equal to plain generation's, and deficits."""
+    header = ("batch", "method", "same", "tokens", "not the best choice", "mean deficit", "99 %", "largest")
+    rows = []
+    for result in results:
+        row = [str(result["rows"]), result["method"], f"{result['identical_rows']} of {result['compared_rows']}"]
+        if "deficits" in result:
+            found = result["deficits"]
+            row += [str(found["tokens"]), f"{found['not_best']:.2%}"]
+            row += [f"{found[name]:.4f}" for name in ("mean", "p99", "max")]
+        rows.append(row + [""] * (len(header) - len(row)))
+    return markdown_table(header, rows)
+
+
+def scaling(name: str, report: Report, charts: Charts) -> list[str]:
+    """One axis at a time, random weights."""
+    sizes = report["arguments"]
+    parts = [
+        f"## Scaling: `{name}.json`",
+        f"Random weights: {sizes['layers']} target layers of width {sizes['hidden_size']}, {sizes['draft_layers']} "
+        f"draft layers, Markov head of rank {sizes['rank']}, {sizes['dtype']}; {machine_line(report)}. Milliseconds. "
+        "*Head*: the sequential head's steps, in percent of a round; it is large here because the target is small. "
+        f"*Break-even*: tokens that a round must give to pay.{other_work(report)}",
+    ]
+    for axis in ("context", "rows", "gamma", "vocabulary"):
+        found = sorted((r for r in report["results"] if axis in r["axes"]), key=lambda r: r[axis])
+        header = (axis, "round", "bare draft", "bare verify", "plain step", "head", "head %", "overhead", "break-even")
+        names = ("round", "bare_draft", "bare_verify", "bare_step", "head")
+        rows = [
+            [str(r[axis]), *(f"{1000 * r[f'{n}_seconds']:.1f}" for n in names), f"{r['head_percent']:.1f}"]
+            + [f"{r['overhead']:.2f}", f"{r['break_even']:.2f}"]
+            for r in found
+        ]
+        parts.append(markdown_table(header, rows))
+    charts[f"{name}-context.svg"] = context_chart(report)
+    parts.append(f"![Cost by context](measured/{name}-context.svg)")
+    return parts
+
+
+def context_chart(report: Report) -> str:
+    """Milliseconds of a round and of its forwards by context."""
+    found = sorted((r for r in report["results"] if "context" in r["axes"]), key=lambda r: r["context"])
+    labels = (("round", "round"), ("bare draft", "bare_draft"), ("bare verify", "bare_verify"), ("step", "bare_step"))
+    series = {label: [(r["context"], 1000 * r[f"{key}_seconds"]) for r in found] for label, key in labels}
+    return lines("Milliseconds by context", series, "context, tokens")
+
+
+def free_draft(name: str, report: Report, charts: Charts) -> list[str]:
+    """The loop alone: a draft that is free and forced to be right."""
+    count = len(report["runs"])
+    tau = sum(run["tau"] for run in report["runs"]) / count
+    return [
+        f"## A free draft: `{name}.json`",
+        f"Forced acceptance: the draft looks the target's own answer up at no cost, so a round is one verification and "
+        f"the loop. {count} prompts, tau {tau:.2f}: {report['speed']:.2f} times plain generate(). "
+        f"Measured on {machine_line(report)}.{other_work(report)}",
+    ]
+
+
+def generate(name: str, report: Report, charts: Charts) -> list[str]:
+    """Plain generation and constant lengths, with the overhead of a round."""
+    header = ("batch", "prompts", "setting", "tok/s", "times plain", "tau", "same", "round over bare forwards", "ideal")
+    rows = []
+    for result in report["results"]:
+        row = [str(result["rows"]), result["source"], result["setting"]]
+        row += [f"{result['tokens_per_second']:.1f}", f"{result['speedup']:.2f}"]
+        if "tau" in result:
+            row += [f"{result['tau']:.2f}", f"{result['identical_rows']} of {result['compared_rows']}"]
+            row += [number(result.get("overhead"), 2), number(result.get("ideal_speedup"), 2)]
+        rows.append(row + [""] * (len(header) - len(row)))
+    settings = report["arguments"]
+    return [
+        f"## Constant lengths: `{name}.json`",
+        f"{report['target']} in {', '.join(settings['dtypes'])}, up to {settings['max_new_tokens']} new tokens. "
+        f"Measured on {machine_line(report)}.{other_work(report)}",
+        markdown_table(header, rows),
+    ]
+
+
+def load(name: str, report: Report, charts: Charts) -> list[str]:
+    """Schedules by load, and what must hold."""
+    header = ("batch", "prompts", "rule", "tok/s", "times plain", "verified", "tau", "rounds without a draft")
+    rows = []
+    for result in report["results"]:
+        row = [str(result["rows"]), result["domain"], result["setting"]]
+        row += [f"{result['tokens_per_second']:.1f}", f"{result['speedup']:.2f}"]
+        if "tau" in result:
+            row += [f"{result['mean_verify_length']:.2f}", f"{result['tau']:.2f}"]
+            row += [f"{result['share_without_draft']:.2f}"]
+        rows.append(row + [""] * (len(header) - len(row)))
+    verdicts = "\n".join(f"- {'holds' if holds else 'fails'}: {text}" for text, holds in report["verdicts"].items())
+    machine = f"{report['target']}; measured on {machine_line(report)}.{other_work(report)}"
+    return [f"## Load: `{name}.json`", machine, markdown_table(header, rows), verdicts]
+
+
+def thresholds(name: str, report: Report, charts: Charts) -> list[str]:
+    """What a confidence threshold trades."""
+    header = ("prompts", "threshold", "accepted of the verified", "tokens a step", "verified")
+    rows = [
+        [r["domain"], f"{r['threshold']:.2f}", "" if r["acceptance_rate"] is None else f"{r['acceptance_rate']:.1%}"]
+        + [f"{r['tokens_per_step']:.2f}", f"{r['mean_verify_length']:.2f}"]
+        for r in report["results"]
+    ]
+    machine = f"{report['target']}; measured on {machine_line(report)}.{other_work(report)}"
+    return [f"## Confidence thresholds: `{name}.json`", machine, markdown_table(header, rows)]
+
+
+def gpu(name: str, report: Report, charts: Charts) -> list[str]:
+    """True shapes with random weights on an accelerator, acceptance forced."""
+    settings = report["settings"]
+    parts = [
+        f"## True shapes: `{name}.json`",
+        f"Random weights of true shapes; acceptance is forced by a profile of {report['expected_tau']:.2f} tokens a "
+        f"round, so *tau* and *speed* say what a round costs and nothing about a trained draft. {settings['dtype']}, "
+        f"context {settings['context']}, {machine_line(report | {'device': settings['device']})}. Milliseconds.",
+    ]
+    header = ("batch", "plain step", "round", "draft", "head", "verify", "rest", "head %", "forced tau", "forced speed")
+    names = ("plain_step", "round", "draft", "head", "verify", "rest")
+    for model in report["models"]:
+        chosen = [r for r in report["results"] if (r["shape"], r["section"]) == (model["shape"], "rounds")]
+        rows = [
+            [str(r["rows"]), *(f"{1000 * r[key]:.2f}" for key in names), f"{r['head_percent']:.2f}"]
+            + [f"{r['forced_tau']:.2f}", f"{r['forced_decode_speed']:.2f}"]
+            for r in sorted(chosen, key=lambda r: r["rows"])
+        ]
+        if rows:
+            parts += [f"### {model['name']}", markdown_table(header, rows)]
+    return parts
+
+
+def other_work(report: Report) -> str:
+    """A warning where the machine was busy when a run began."""
+    busy = report["environment"].get("load") or 0.0
+    if busy < BUSY:
+        return ""
+    return f" The machine had other work (a load of {busy:g} when the run began): read the ratios accordingly."
+
+
+def number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+SECTIONS = {
+    "bench": bench,
+    "scaling": scaling,
+    "free_draft": free_draft,
+    "load": load,
+    "thresholds": thresholds,
+    "generate": generate,
+    "gpu": gpu,
+}
