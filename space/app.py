@@ -75,8 +75,8 @@ def _settings(pairs: Pairs) -> list[gr.components.Component]:
 
 def _buttons(tab: str) -> tuple[gr.Button, gr.Button]:
     with gr.Row():
-        run = gr.Button("Run", variant="primary", elem_id=f"{tab}-run")
-        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id=f"{tab}-stop")
+        run = gr.Button("Run", variant="primary", min_width=120, elem_id=f"{tab}-run")
+        stop = gr.Button("Stop", variant="stop", min_width=120, interactive=False, elem_id=f"{tab}-stop")
     return run, stop
 
 
@@ -85,14 +85,16 @@ def _connect(page: Page, tab: str, triggers, run: gr.Button, stop: gr.Button, ha
 
     def begin(request: gr.Request):
         page.begin(tab, request)
-        return gr.Button("Running …", interactive=False), gr.Button(interactive=True)
+        return buttons(request)
 
-    def end():
-        return gr.Button("Run", interactive=True), gr.Button(interactive=False)
+    def buttons(request: gr.Request):
+        is_running = page.is_running(tab, request)  # also when the next run waits already
+        label = "Running …" if is_running else "Run"
+        return gr.Button(label, interactive=not is_running), gr.Button(interactive=is_running)
 
     began = gr.on(triggers, begin, None, [run, stop], **_QUICK)
     ran = began.then(handler, inputs, outputs, show_progress="minimal", show_progress_on=[outputs[0]], **_RUNS)
-    ran.then(end, None, [run, stop], **_QUICK)
+    ran.then(buttons, None, [run, stop], **_QUICK)
 
     def ask_to_stop(request: gr.Request):
         page.stop(tab, request)
@@ -153,9 +155,14 @@ def _load(page: Page, settings) -> None:
 
 
 def look() -> dict:
-    """Arguments of `launch` that make the page's looks: system fonts, our style sheet."""
+    """Arguments of `launch` that make the page's looks: system fonts, our style sheet, nothing but the page."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    return {"theme": gr.themes.Default(**fonts), "css_paths": HERE / "style.css"}
+    return {
+        "theme": gr.themes.Default(**fonts),
+        "css_paths": HERE / "style.css",
+        "ssr_mode": False,
+        "footer_links": [],
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -171,7 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     blocks = build(pairs)
     # the models load while the page already shows; whoever runs first waits for them
     threading.Thread(target=blocks.page.load_default, daemon=True).start()
-    blocks.launch(server_port=args.port, ssr_mode=False, footer_links=[], **look())
+    blocks.launch(server_port=args.port, **look())
 
 
 if __name__ == "__main__":

@@ -136,14 +136,19 @@ class Page:
         pair = self.load(name)
         longest = encode(pair, prompts)["input_ids"].shape[1]
         room = getattr(pair.model.config.get_text_config(decoder=True), "max_position_embeddings", 1 << 20)
-        if longest > min(MAX_PROMPT_TOKENS, room - knobs.max_new_tokens):
-            raise ValueError(f"The prompt has {longest} tokens; this page takes up to {MAX_PROMPT_TOKENS}.")
+        most = min(MAX_PROMPT_TOKENS, room - knobs.max_new_tokens)
+        if longest > most:
+            raise ValueError(f"The prompt has {longest} tokens; with these settings up to {most} are possible.")
         yield pair, Knobs(**{**vars(knobs), "num_tokens": min(knobs.num_tokens, pair.block)})
 
     # --------------------------------------------------------------------------------------------------------- runs
 
     def begin(self, tab: str, request: gr.Request) -> None:
         self.session(request).begin(tab)
+
+    def is_running(self, tab: str, request: gr.Request) -> bool:
+        """Whether a run of `tab` is going or waiting."""
+        return tab in self.session(request).flags
 
     def stop(self, tab: str, request: gr.Request) -> None:
         self.session(request).stop(tab)
@@ -284,7 +289,7 @@ class Page:
         charts = render.history(
             session.stats.acceptance_by_position, session.accepted_histogram(), *session.reliability()
         )
-        return charts, gr.DownloadButton(value=path, interactive=path is not None)
+        return charts, gr.update(value=path, interactive=path is not None)
 
     def forget(self, request: gr.Request) -> None:
         self.sessions.forget(request.session_hash or "")

@@ -345,8 +345,8 @@ def lines(
         axes.parts.append(
             f'<circle class="ds-dot" cx="{axes.x(x):.1f}" cy="{axes.y(y):.1f}" r="4"><title>{y:.3g}</title></circle>'
         )
-    keys = [f'<li><svg viewBox="0 0 20 6"><line class="ds-line-{i}" x1="0" x2="20" y1="3" y2="3"/></svg>{escape(name)}</li>'
-            for i, (name, _, _) in enumerate(series)]  # fmt: skip
+    swatch = '<svg viewBox="0 0 20 6"><line class="ds-line-{}" x1="0" x2="20" y1="3" y2="3"/></svg>'
+    keys = [f"<li>{swatch.format(index)}{escape(name)}</li>" for index, (name, _, _) in enumerate(series)]
     if dots:
         keys.append('<li><svg viewBox="0 0 20 8"><circle class="ds-dot" cx="10" cy="4" r="4"/></svg>your runs</li>')
     said = "; ".join(f"{name}: " + ", ".join(f"{y:.3g} at {x:g}" for x, y in zip(a, b)) for name, a, b in series)
