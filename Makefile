@@ -19,7 +19,7 @@ ARGS   ?=
 
 BIN := $(VENV)/bin
 
-.PHONY: demo space test docs-check lint bench report install clean
+.PHONY: demo space test docs-check lint bench install clean
 
 ifneq ($(strip $(DRAFT)),)
 DEMO_ARGS = --draft $(DRAFT)
@@ -40,7 +40,7 @@ test: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 docs-check: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'test_docs or test_examples or readme or up_to_date or stale' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k 'test_docs or test_examples or test_report or readme or up_to_date' $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ from dspark_hf.cli import build_parser, main
 from dspark_hf.training.prepare import read_prompts, tokenize_prompts
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "space" / "README.md"]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 # What makes a command fit for a tiny pair: later arguments override earlier ones.
@@ -59,7 +59,7 @@ PARSED_ONLY = {
     "accelerate launch": "starts several processes, one per GPU",
 }
 # What a `make` target runs, for the flags in its ARGS.
-RUN_BY_MAKE = {"bench": "benchmarks/run.py", "demo": "src/dspark_hf/cli/demo.py"}
+RUN_BY_MAKE = {"bench": "benchmarks/run.py", "demo": "src/dspark_hf/cli/demo.py", "space": "space/app.py"}
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ def check_pip(words: list[str], where: str) -> None:
             assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), f"{where}: no extra {extra!r}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_runs(page, place, capsys, monkeypatch):
     runner = Page(capsys, monkeypatch)
     for block in blocks_of(page):
@@ -336,7 +336,7 @@ def anchors_of(page: Path) -> set[str]:
     return anchors
 
 
-OTHER_PAGES = [*(ROOT / "space").glob("*.md"), *(ROOT / "tests").rglob("*.md"), *(ROOT / "checkpoints").rglob("*.md")]
+OTHER_PAGES = [*(ROOT / "tests").rglob("*.md"), *(ROOT / "checkpoints").rglob("*.md")]
 
 
 @pytest.mark.parametrize("page", PAGES + OTHER_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -356,7 +356,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_readme_leads_to_every_page_and_example():
     linked = {(ROOT / link).resolve() for link in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
-    pages = {page for page in PAGES if page.parent != ROOT and page.name != "measured.md"}  # README has its summary
+    pages = {page for page in PAGES if page.parent != ROOT}
     examples = {path for path in (ROOT / "examples").glob("*.py") if not path.stem.startswith(("_", "gpu"))}
     assert {path.name for path in (pages | examples) - linked} == set()
 
@@ -374,7 +374,7 @@ def flags_of(command: str | None = None) -> set[str]:
     return {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_text_exist(page):
     everywhere = flags_of()
     for code in re.findall(r"`([^`\n]+)`", prose_of(page)):
