@@ -477,5 +477,8 @@ def test_recipes_are_understood():
 
 
 def test_docs_check_is_part_of_the_tests():
+    """It runs files that `make test` runs as well, those that hold the pages to what they are made from among them."""
     recipe = re.search(r"^docs-check:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)[1]
-    assert "pytest" in recipe and "test_docs" in recipe and "test_examples" in recipe
+    files = re.findall(r"tests/(\w+)\.py", recipe)
+    assert {"test_docs", "test_examples", "test_report", "test_published"} <= set(files)
+    assert all((ROOT / "tests" / f"{name}.py").is_file() for name in files)

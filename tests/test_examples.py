@@ -66,6 +66,16 @@ def test_quickstart(example, pair, monkeypatch):
     assert int(rounds) * float(tau) == pytest.approx(39, abs=0.5) and float(tau) > 1.5
 
 
+@pytest.mark.smollm2
+@pytest.mark.slow
+def test_the_default_pair(example, smollm2_path):
+    """As typed in by hand, without a model or a draft named."""
+    if not (ROOT / "checkpoints" / "smollm2-135m-instruct-dspark").is_dir():
+        pytest.skip("the repository holds no draft for SmolLM2-135M-Instruct yet")
+    text = example("quickstart", "--max-new-tokens", "32")
+    assert "identical: True" in text
+
+
 def test_a_target_without_a_chat_template(example, pair):
     import _pair
     from transformers import AutoTokenizer
