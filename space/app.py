@@ -36,15 +36,16 @@ def build(pairs: Pairs) -> gr.Blocks:
             gr.HTML(texts.EXPLANATION + render.legend())
         settings = _settings(pairs)
         with gr.Tab("Live run", id="live"):
-            _live(page, settings)
+            live = _live(page, settings)
         with gr.Tab("Race", id="race"):
-            _race(page, settings)
+            race = _race(page, settings)
         with gr.Tab("Load", id="load"):
-            _load(page, settings)
+            load = _load(page, settings)
         with gr.Tab("History", id="history") as history:
             charts = gr.HTML(render.note("Nothing has run yet."), elem_id="history")
             download = gr.DownloadButton("Download the runs (JSON lines)", interactive=False, elem_id="download")
-            history.select(page.history, None, [charts, download], **_QUICK)
+            for listen in (history.select, live.then, race.then, load.then):
+                listen(page.history, None, [charts, download], **_QUICK)
         gr.HTML(texts.footer(QUEUE, MAX_NEW_TOKENS, MAX_ROWS))
         blocks.unload(page.forget)
     blocks.queue(max_size=QUEUE, default_concurrency_limit=4)
@@ -80,8 +81,12 @@ def _buttons(tab: str) -> tuple[gr.Button, gr.Button]:
     return run, stop
 
 
-def _connect(page: Page, tab: str, triggers, run: gr.Button, stop: gr.Button, handler, inputs, outputs) -> None:
-    """A press of Run takes a stop flag at once, even while it waits in the queue; then the run; then the buttons."""
+def _connect(page: Page, tab: str, triggers, run: gr.Button, stop: gr.Button, handler, inputs, outputs):
+    """
+    A press of Run takes a stop flag at once, even while it waits in the queue; then the run; then the buttons.
+
+    Returns the last of these events.
+    """
 
     def begin(request: gr.Request):
         page.begin(tab, request)
@@ -94,13 +99,14 @@ def _connect(page: Page, tab: str, triggers, run: gr.Button, stop: gr.Button, ha
 
     began = gr.on(triggers, begin, None, [run, stop], **_QUICK)
     ran = began.then(handler, inputs, outputs, show_progress="minimal", show_progress_on=[outputs[0]], **_RUNS)
-    ran.then(buttons, None, [run, stop], **_QUICK)
+    ended = ran.then(buttons, None, [run, stop], **_QUICK)
 
     def ask_to_stop(request: gr.Request):
         page.stop(tab, request)
         return gr.Button(interactive=False)
 
     stop.click(ask_to_stop, None, stop, **_QUICK)
+    return ended
 
 
 def _prompt(tab: str, example: int) -> gr.Textbox:
@@ -112,7 +118,7 @@ def _prompt(tab: str, example: int) -> gr.Textbox:
     return prompt
 
 
-def _live(page: Page, settings) -> None:
+def _live(page: Page, settings):
     prompt = _prompt("live", 0)
     run, stop = _buttons("live")
     answer = gr.HTML(render.note("Press Run."), elem_id="live-answer")
@@ -120,10 +126,10 @@ def _live(page: Page, settings) -> None:
     latest = gr.HTML(render.round_panel(None), elem_id="live-round")
     figures = gr.HTML(elem_id="live-figures", min_height=60)
     inputs = [prompt, *settings]
-    _connect(page, "live", [run.click, prompt.submit], run, stop, page.live, inputs, [answer, latest, figures])
+    return _connect(page, "live", [run.click, prompt.submit], run, stop, page.live, inputs, [answer, latest, figures])
 
 
-def _race(page: Page, settings) -> None:
+def _race(page: Page, settings):
     prompt = _prompt("race", 1)
     run, stop = _buttons("race")
     verdict = gr.HTML(render.note(texts.RACE), elem_id="race-verdict")
@@ -136,10 +142,10 @@ def _race(page: Page, settings) -> None:
             gr.HTML("<h4>DSpark</h4>")
             dspark = gr.HTML(elem_id="race-dspark")
     outputs = [verdict, plain, dspark, speeds]
-    _connect(page, "race", [run.click, prompt.submit], run, stop, page.race, [prompt, *settings], outputs)
+    return _connect(page, "race", [run.click, prompt.submit], run, stop, page.race, [prompt, *settings], outputs)
 
 
-def _load(page: Page, settings) -> None:
+def _load(page: Page, settings):
     gr.HTML(render.note(texts.LOAD))
     load = gr.Slider(1, MAX_ROWS, 4, step=1, label="Load: rows at once", info=texts.SLIDER, elem_id="load-rows-slider")
     listed = gr.Textbox(
@@ -150,8 +156,8 @@ def _load(page: Page, settings) -> None:
     figures = gr.HTML(elem_id="load-figures", min_height=60)
     charts = gr.HTML(elem_id="load-charts")
     inputs, outputs = [load, listed, *settings], [rows, figures, charts]
-    _connect(page, "load", [run.click, load.release], run, stop, page.load_run, inputs, outputs)
     load.change(page.moved, [load, *settings[:3]], charts, trigger_mode="always_last", **_QUICK)
+    return _connect(page, "load", [run.click, load.release], run, stop, page.load_run, inputs, outputs)
 
 
 def look() -> dict:
