@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from _gpu_work import Work, newest, whole_lines
+from _gpu_work import Work, export_newest, newest, whole_lines
 from _pieces import checked_pieces, read_pieces, write_pieces
 
 NEVER = 10**9  # steps between evaluations: only the one at the end
@@ -55,8 +55,8 @@ class GpuRun:
         if "steps" not in state:
             self.probe(train)
         draft = self.train(train)
-        record = state | {"finished": draft == self.draft, "calibrated": self.calibrate(draft)}
-        (draft / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        self.work.note(calibrated=self.calibrate(draft))
+        (draft / "run.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         files = {path.name: path for path in sorted(draft.iterdir()) if path.is_file()}
         return write_pieces(files, self.args.output, "checkpoint", self.args.megabytes)
 
@@ -74,10 +74,10 @@ class GpuRun:
 
     def answer(self, prompts: Path) -> None:
         words = ["--model", self.inputs / "target", "--prompts", prompts, "--output", self.answers]
+        words += ["--device", self.args.device, *self.args.generate.split()]
         limit = min(60 * self.args.generate_minutes, self.work.left - self.args.reserve_seconds)
         if limit > 0:
-            options = ["--device", self.args.device, *self.args.generate.split()]
-            self.work.command("prepare", *words, *options, limit=limit)
+            self.work.command("prepare", *words, limit=limit)
         self.work.note(answers=whole_lines(self.answers))
 
     def probe(self, train: list) -> None:
@@ -97,16 +97,16 @@ class GpuRun:
     def train(self, train: list) -> Path:
         """The trained draft; where time ran out, that of the newest checkpoint."""
         seconds = self.work.left - self.work.state["loading"] - self.args.reserve_seconds
-        if not (self.draft / "training.json").is_file() and seconds > 0:
+        finished = self.draft / "training.json"
+        if not finished.is_file() and seconds > 0:
             steps = self.work.state["steps"]
             words = ["--resume", "--max-steps", steps, "--save-every", max(1, steps // 4), "--time-limit", seconds / 60]
             self.work.command(*train, "--output", self.draft, *words, limit=self.work.left - 20)
-        if (self.draft / "training.json").is_file():
+        if finished.is_file():
+            self.work.note(trained=json.loads(finished.read_text(encoding="utf-8"))["steps"])
             return self.draft
-        from dspark_hf import DSparkDraftModel  # the one that came with the inputs
-
         unfinished = self.args.work / "unfinished"
-        DSparkDraftModel.from_pretrained(newest(self.draft)).bfloat16().save_pretrained(unfinished)
+        self.work.note(trained=export_newest(self.draft, unfinished))
         return unfinished
 
     def calibrate(self, draft: Path) -> bool:
@@ -114,6 +114,5 @@ class GpuRun:
         words = [self.inputs / "target", draft, "--prompts", self.inputs / "calibration.jsonl", "--batch-size", "32"]
         try:
             return self.work.command("calibrate", *words, "--device", self.args.device, limit=self.work.left - 5)
-        except ValueError as error:
-            print(error)
+        except ValueError:  # it has said why
             return False

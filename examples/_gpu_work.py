@@ -36,7 +36,7 @@ class Work:
 
     def note(self, **facts) -> None:
         """Keeps facts for this run and the next."""
-        self.state |= facts
+        self.state.update(facts)
         unfinished = self.notes.with_suffix(".part")
         unfinished.write_text(json.dumps(self.state, indent=1) + "\n", encoding="utf-8")
         unfinished.replace(self.notes)
@@ -80,3 +80,12 @@ def newest(folder: Path) -> Path:
     if not found:
         raise ValueError(f"--minutes: time ran out before {folder.name} had a checkpoint; run again to go on")
     return found[-1]
+
+
+def export_newest(folder: Path, output: Path) -> int:
+    """Writes the latest checkpoint of a training folder as a draft in bfloat16; returns its step."""
+    from dspark_hf import DSparkDraftModel  # late: on a bare machine it comes with the inputs
+
+    checkpoint = newest(folder)
+    DSparkDraftModel.from_pretrained(checkpoint).bfloat16().save_pretrained(output)
+    return int(checkpoint.name.split("-")[1])

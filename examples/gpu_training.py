@@ -36,9 +36,8 @@ def unpack(args: argparse.Namespace) -> None:
     """the trained draft as a folder"""
     read_pieces(args.inputs, "checkpoint", args.output)
     record = json.loads((args.output / "run.json").read_text(encoding="utf-8"))
-    plan = f"planned {record['steps']} of the recipe's {record['recipe_steps']} steps"
-    end = "all of them done" if record["finished"] else "NOT all of them done: the newest checkpoint"
-    print(f"{args.output}: {plan}, {end}; {'' if record['calibrated'] else 'not '}calibrated")
+    steps = f"trained {record['trained']} of {record['steps']} planned steps (the recipe has {record['recipe_steps']})"
+    print(f"{args.output}: {steps}; {'' if record['calibrated'] else 'not '}calibrated")
 
 
 def report(pieces: list[Path], folder: Path) -> None:

@@ -94,7 +94,8 @@ def test_pack_run_unpack(inputs, commands, tmp_path, capsys):
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("checkpoint.[0-9]*")]
     assert len(sizes) > 1 and max(sizes) == 50_000
     assert gpu_training.main(["unpack", "--inputs", str(tmp_path / "out"), "--output", str(tmp_path / "draft")]) == 0
-    assert "all of them done; calibrated" in capsys.readouterr().out
+    steps = state["steps"]
+    assert f"trained {steps} of {steps} planned steps (the recipe has {STEPS}); calib" in capsys.readouterr().out
     draft = DSparkDraftModel.from_pretrained(tmp_path / "draft")
     assert draft.config.confidence_calibration is not None
     assert json.loads((tmp_path / "draft" / "training.json").read_text())["steps"] == state["steps"]
@@ -117,14 +118,14 @@ def test_time_runs_out_and_a_second_run_goes_on(inputs, commands, tmp_path, monk
         assert gpu_training.main(run_argv(inputs, tmp_path)) == 0
     unpack = ["unpack", "--inputs", str(tmp_path / "out"), "--output"]
     assert gpu_training.main([*unpack, str(tmp_path / "first")]) == 0
-    assert "NOT all of them done" in capsys.readouterr().out
+    assert f"trained 1 of {STEPS} planned steps" in capsys.readouterr().out
     assert DSparkDraftModel.from_pretrained(tmp_path / "first").config.block_size == 3
     assert newest(work / "draft").name == "checkpoint-1"
 
     assert gpu_training.main(run_argv(inputs, tmp_path)) == 0
     assert gpu_training.main([*unpack, str(tmp_path / "second")]) == 0
     assert json.loads((tmp_path / "second" / "training.json").read_text())["steps"] == STEPS
-    assert json.loads((tmp_path / "second" / "run.json").read_text())["finished"] is True
+    assert json.loads((tmp_path / "second" / "run.json").read_text())["trained"] == STEPS
 
 
 def test_steps_are_planned_to_fit(inputs, commands, tmp_path, monkeypatch):
