@@ -6,7 +6,7 @@ from typing import Any
 
 from _svg import bars, lines
 
-from dspark_hf.benchmarking.baselines import BASELINES
+from dspark_hf.benchmarking.baselines import BASELINES, RANK_ZERO
 from dspark_hf.benchmarking.machine import markdown_table
 from dspark_hf.benchmarking.shares import MEANING
 from dspark_hf.benchmarking.tables import breakdown, machine_line
@@ -32,17 +32,12 @@ def bench(name: str, report: Report, charts: Charts) -> list[str]:
         line=1.0,
     )
     parts.append(f"![Speed by method and domain](measured/{name}-speed.svg)")
-    drafted = [result for result in results if result.get("acceptance_by_position")]
-    if whole := [r for r in drafted if r["schedule"] == "constant" and r["rows"] == single[0]["rows"]]:
-        longest = max(result["draft_length"] for result in whole)
-        chosen = [result for result in whole if result["draft_length"] == longest]
-        charts[f"{name}-acceptance.svg"] = lines(
-            "Share of blocks accepted up to a position",
-            {r["domain"]: list(enumerate(r["acceptance_by_position"], start=1)) for r in chosen},
-            "drafted position",
-            top=1.0,
-        )
-        parts += ["### Acceptance", acceptance_table(chosen), f"![Acceptance](measured/{name}-acceptance.svg)"]
+    if chosen := _whole_blocks(single):
+        series = {_label(result): _conditional(result["acceptance_by_position"]) for result in chosen}
+        title = "Share accepted at a position, of the blocks accepted up to it"
+        charts[f"{name}-acceptance.svg"] = lines(title, series, "drafted position", top=1.0)
+        parts += ["### Acceptance", ACCEPTANCE_TEXT, acceptance_table(chosen)]
+        parts.append(f"![Acceptance by position](measured/{name}-acceptance.svg)")
     overall = [result for result in results if result["domain"] == domains[0]]
     parts += ["### The physical limit", LIMIT_TEXT, limit_table(overall), "### Exactness", EXACT_TEXT]
     parts.append(exactness_table(overall))
@@ -52,6 +47,31 @@ def bench(name: str, report: Report, charts: Charts) -> list[str]:
     return parts
 
 
+def _whole_blocks(results: list[dict]) -> list[dict]:
+    """Results with the longest constant length, by domain, and over all prompts of a rank-0 draft beside it."""
+    drafted = [result for result in results if result.get("acceptance_by_position")]
+    constant = [result for result in drafted if result["schedule"] == "constant"]
+    longest = max((result["draft_length"] for result in constant), default=0)
+    first = results[0]["domain"]
+    rank_zero = [r for r in drafted if r["method"] == RANK_ZERO and r["domain"] == first]
+    return [result for result in constant if result["draft_length"] == longest] + rank_zero
+
+
+def _label(result: dict) -> str:
+    return f"{result['domain']}, rank-0 draft" if result["method"] == RANK_ZERO else result["domain"]
+
+
+def _conditional(acceptance: list[float]) -> list[tuple[int, float]]:
+    """Points (position, share accepted of those accepted so far), as far as there are any."""
+    before = [1.0, *acceptance]
+    return [(slot, now / before[slot - 1]) for slot, now in enumerate(acceptance, start=1) if before[slot - 1]]
+
+
+ACCEPTANCE_TEXT = (
+    "Whole blocks verified. *Slot*: share of blocks accepted up to and with it. *ECE* and *AUC* of the confidences' "
+    "running product, as the draft has them calibrated; *floor* is the ECE that a perfect head would show on as few "
+    "rounds."
+)
 LIMIT_TEXT = (
     "A round cannot cost less than one forward of the draft and one of the target. Both were timed bare, outside any "
     "loop, right after each run: *ideal* is the speed beside plain decoding's bare steps if a round were just those "
@@ -111,7 +131,7 @@ def acceptance_table(chosen: list[dict]) -> str:
     header = ["prompts", "tau", *(f"slot {slot}" for slot in range(1, width + 1)), "ECE (floor)", "AUC"]
     rows = []
     for result in chosen:
-        row = [result["domain"], f"{result['tau']:.2f}", *(f"{p:.2f}" for p in result["acceptance_by_position"])]
+        row = [_label(result), f"{result['tau']:.2f}", *(f"{p:.2f}" for p in result["acceptance_by_position"])]
         row += [""] * (2 + width - len(row))
         fare = result.get("confidence")
         row += ["", ""] if fare is None else [f"{fare['ece']:.3f} ({fare['floor']:.3f})", number(fare["auc"], 2)]
@@ -255,18 +275,29 @@ def gpu(name: str, report: Report, charts: Charts) -> list[str]:
         f"round, so *tau* and *speed* say what a round costs and nothing about a trained draft. {settings['dtype']}, "
         f"context {settings['context']}, {machine_line(report | {'device': settings['device']})}. Milliseconds.",
     ]
-    header = ("batch", "plain step", "round", "draft", "head", "verify", "rest", "head %", "forced tau", "forced speed")
-    names = ("plain_step", "round", "draft", "head", "verify", "rest")
+    header = ("batch", "plain step", "round", "draft", "head", "verify", "rest", "head %", "scheduler %", "forced tau")
+    header += ("forced speed", "graphs: plain step", "graphs: draft + verify", "forced speed at most")
     for model in report["models"]:
-        chosen = [r for r in report["results"] if (r["shape"], r["section"]) == (model["shape"], "rounds")]
+        found = {(r["section"], r["rows"]): r for r in report["results"] if r["shape"] == model["shape"]}
+        sizes = sorted({rows for section, rows in found if section == "rounds"})
         rows = [
-            [str(r["rows"]), *(f"{1000 * r[key]:.2f}" for key in names), f"{r['head_percent']:.2f}"]
-            + [f"{r['forced_tau']:.2f}", f"{r['forced_decode_speed']:.2f}"]
-            for r in sorted(chosen, key=lambda r: r["rows"])
+            _gpu_row(size, *(found.get((part, size)) for part in ("rounds", "graphs", "scheduler"))) for size in sizes
         ]
         if rows:
             parts += [f"### {model['name']}", markdown_table(header, rows)]
     return parts
+
+
+def _gpu_row(size: int, found: dict, graphs: dict | None, scheduler: dict | None) -> list[str]:
+    names = ("plain_step", "round", "draft", "head", "verify", "rest")
+    row = [str(size), *(f"{1000 * found[name]:.2f}" for name in names), f"{found['head_percent']:.2f}"]
+    row += ["" if scheduler is None else f"{scheduler['percent']:.2f}", f"{found['forced_tau']:.2f}"]
+    row.append(f"{found['forced_decode_speed']:.2f}")
+    if graphs is None or None in (graphs["plain_step"], graphs["block"], graphs["verify"]):
+        return [*row, "", "", ""]
+    both = graphs["block"] + graphs["verify"]
+    most = found["forced_tau"] * graphs["plain_step"] / both
+    return [*row, f"{1000 * graphs['plain_step']:.2f}", f"{1000 * both:.2f}", f"{most:.2f}"]
 
 
 def other_work(report: Report) -> str:

@@ -109,6 +109,30 @@ def test_check_notices_changed_figures_and_leftovers(measured, tmp_path, capsys)
         report.main(places)
 
 
+def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
+    import generate
+    import gpu
+    import load
+    import thresholds
+
+    pair = ["--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--device", "cpu"]
+    pair += ["--prompts", str(measured / "prompts.jsonl"), "--max-new-tokens", "8"]
+    small = ["--domains", "all", "--dtype", "float32"]
+    results = tmp_path / "results"
+    generate.main([*pair, "--dtypes", "float32", "--rows", "1", "--repeats", "1", "--output", str(results / "a.json")])
+    flags = ["--rows", "1", "--useless-tokens", "8", "--useless-repeats", "1", "--table-seconds", "0.3"]
+    load.main([*pair, *small, *flags, "--output", str(results / "b.json")])
+    flags = ["--rows", "2", "--thresholds", "0", "0.5"]
+    thresholds.main([*pair, *small, *flags, "--output", str(results / "c.json")])
+    flags = ["--shapes", "tiny", "--device", "cpu", "--context", "8", "--new-tokens", "8", "--samples", "1"]
+    gpu.main([*flags, "--rows", "1", "--sections", "rounds", "--output", str(results / "d.json")])
+    charts = {}
+    for name, stored in report.load_reports(results).items():
+        parts = report.SECTIONS[report.kind_of(stored)](name, stored, charts)
+        assert f"`{name}.json`" in parts[0] and any(part.startswith("| ") for part in parts), name
+    assert set(report.load_reports(results)) == {"a", "b", "c", "d"}
+
+
 def test_scaling_moves_one_axis_at_a_time(measured):
     stored = json.loads((measured / "results" / "scaling.json").read_text())
     base, *others = stored["results"]
