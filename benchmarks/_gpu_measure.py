@@ -146,12 +146,25 @@ class PairBench:
         return self._transformed(rows, lambda run: captured(run, self.device))
 
     @torch.no_grad()
-    def compiled(self, rows: int, backend: str) -> dict[str, Any]:
-        """Seconds of each bare forward under `torch.compile`, or the reason why it cannot be compiled."""
-        mode = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
-        result = self._transformed(rows, lambda run: torch.compile(run, backend=backend, dynamic=False, **mode))
-        torch._dynamo.reset()
-        return result
+    def compiled(self, rows: int, backend: str, has_time: Callable[[], bool]) -> dict[str, Any]:
+        """Seconds of each bare forward under `torch.compile`, or the reason why it was not compiled.
+
+        Args:
+            rows (`int`): R.
+            backend (`str`): of the compiler.
+            has_time (callable): asked before each compilation.
+        """
+
+        def compile_one(run: Callable[[], Any]) -> Callable[[], Any]:
+            if not has_time():
+                raise TimeoutError("no time left in the budget")
+            mode = {"mode": "reduce-overhead"} if backend == "inductor" and self.device.type == "cuda" else {}
+            return torch.compile(run, backend=backend, dynamic=False, **mode)
+
+        try:
+            return self._transformed(rows, compile_one)
+        finally:
+            torch._dynamo.reset()
 
     def _transformed(self, rows: int, transform: Callable[[Callable], Callable]) -> dict[str, Any]:
         result: dict[str, Any] = {"reasons": {}}
@@ -300,8 +313,13 @@ class _Recorder:
 
 def seconds_of(call: Call, device: torch.device) -> float:
     """Seconds of one run, as the mean of a few between two waits for the device."""
+
+    def repeat() -> None:
+        for _ in range(_INNER):
+            call.run()
+
     call.prepare()
-    return timed(lambda: [call.run() for _ in range(_INNER)] and None, device)[1] / _INNER
+    return timed(repeat, device)[1] / _INNER
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> Callable[[], None]:

@@ -32,7 +32,7 @@ from dspark_hf.benchmarking.machine import environment, print_table, rounded, sa
 
 PROFILE = [0.85, 0.80, 0.77, 0.75, 0.74, 0.73, 0.72]
 SECTIONS = ("rounds", "graphs", "syncs", "scheduler", "compile")
-_COMPILE_SECONDS = 60  # expected of the first compilation on a GPU, when nothing is known yet
+_COMPILE_SECONDS = 60  # that a compilation may take on a GPU: it cannot be interrupted
 _BUILD_SECONDS = 20
 
 
@@ -86,7 +86,7 @@ class Budget:
     def __init__(self, seconds: float, parts: int):
         self.began, self.seconds, self.parts = time.monotonic(), seconds, parts
         self.deadline = self.began
-        self._longest: dict[str, float] = {}
+        self._seconds: dict[str, dict[int, float]] = {}  # by kind and rows
 
     @property
     def used(self) -> float:
@@ -97,13 +97,22 @@ class Budget:
         self.deadline = time.monotonic() + (self.seconds - self.used) / self.parts
         self.parts -= 1
 
-    def allows(self, kind: str, expected: float = 0.0) -> bool:
-        """Whether something of a kind fits, to judge by the longest of its kind so far (`expected` for the first)."""
-        return time.monotonic() + 1.25 * self._longest.get(kind, expected) < self.deadline
+    def allows(self, kind: str, rows: int = 1, expected: float = 0.0) -> bool:
+        """Whether something fits, to judge by its like with at least as many rows, else by twice that with fewer.
 
-    def took(self, kind: str, seconds: float) -> None:
+        Args:
+            kind (`str`): what it is.
+            rows (`int`): its size.
+            expected (`float`): seconds to expect while nothing of its kind has been measured.
+        """
+        known = self._seconds.get(kind, {})
+        as_large = [seconds for size, seconds in known.items() if size >= rows]
+        estimate = min(as_large) if as_large else 2 * max(known.values()) if known else expected
+        return time.monotonic() + 1.25 * estimate < self.deadline
+
+    def took(self, kind: str, seconds: float, rows: int = 1) -> None:
         """Remember how long something took."""
-        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+        self._seconds.setdefault(kind, {})[rows] = seconds
 
 
 class Run:
@@ -132,11 +141,17 @@ class Run:
         """All shapes; leaves what does not fit the budget."""
         for name in self.args.shapes:
             self.budget.next_part()
-            if not self.budget.allows("build", _BUILD_SECONDS if self.device.type == "cuda" else 0.0):
+            if not self.budget.allows("build", expected=_BUILD_SECONDS if self.device.type == "cuda" else 0.0):
                 self.leave_out(name, "build", None, "no time left in the budget")
                 continue
             began = time.monotonic()
-            target, draft = build_pair(SHAPES[name], self.device, getattr(torch, self.args.dtype), self.args.seed)
+            try:
+                target, draft = build_pair(SHAPES[name], self.device, getattr(torch, self.args.dtype), self.args.seed)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                self.failed = True
+                self.leave_out(name, "build", None, reason_of(error))
+                self._free()
+                continue
             self.budget.took("build", time.monotonic() - began)
             self.report["models"].append(
                 {
@@ -156,11 +171,13 @@ class Run:
         rounds: dict[int, dict[str, Any]] = {}
         too_many: dict[str, int] = {}  # rows that did not fit into memory
         for section, rows, measurement in self._plan(bench, rounds):
-            expected = _COMPILE_SECONDS if section == "compile" and self.device.type == "cuda" else 0.0
             if rows >= too_many.get(section, rows + 1):
                 self.leave_out(name, section, rows, "out of memory with fewer rows")
                 continue
-            if not self.budget.allows(section, expected):
+            if section == "scheduler" and rows not in rounds:
+                self.leave_out(name, section, rows, f"rounds of {rows} rows were not measured")
+                continue
+            if section != "compile" and not self.budget.allows(section, rows):
                 self.leave_out(name, section, rows, "no time left in the budget")
                 continue
             began = time.monotonic()
@@ -169,8 +186,6 @@ class Run:
             except torch.OutOfMemoryError:
                 too_many[section] = rows
                 self.leave_out(name, section, rows, "out of memory")
-            except KeyError:  # asks for a measurement that is not there
-                self.leave_out(name, section, rows, f"rounds of {rows} rows were not measured")
             except Exception as error:  # the other measurements are worth having all the same
                 self.failed = True
                 self.leave_out(name, section, rows, reason_of(error))
@@ -180,7 +195,7 @@ class Run:
                 self.report["results"].append({"shape": name, "section": section, "rows": rows, **result})
                 print(f"{self.budget.used:6.1f} s  {name}, {section}, {rows} rows", flush=True)
             self._free()
-            self.budget.took(section, time.monotonic() - began)
+            self.budget.took(section, time.monotonic() - began, rows)
             self.save()
 
     def _plan(self, bench: PairBench, rounds: dict) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
@@ -196,7 +211,11 @@ class Run:
             yield from (("scheduler", rows, lambda r=rows: bench.scheduler(r, rounds[r])) for rows in args.rows)
         if "compile" in args.sections and args.compile_backend is not None:
             backend = args.compile_backend
-            yield from (("compile", rows, lambda r=rows: bench.compiled(r, backend)) for rows in args.compile_rows)
+            expected = _COMPILE_SECONDS if self.device.type == "cuda" else 0.0
+            has_time = lambda: self.budget.allows("one compilation", expected=expected)  # noqa: E731
+            yield from (
+                ("compile", rows, lambda r=rows: bench.compiled(r, backend, has_time)) for rows in args.compile_rows
+            )
 
     def leave_out(self, shape: str, section: str, rows: int | None, reason: str) -> None:
         self.report["not_measured"].append({"shape": shape, "section": section, "rows": rows, "reason": reason})

@@ -1,5 +1,6 @@
 """The GPU benchmark on tiny shapes: what it reports, that acceptance is what was asked for, that it stops in time."""
 
+import functools
 import json
 import sys
 import warnings
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dspark_hf import DSparkDraftModel, record_generation
+from dspark_hf.generation import hook
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -85,6 +87,19 @@ def test_acceptance_follows_the_profile(pair):
     assert 0 < len(gaps) < stats.rounds and min(gaps) > 0
 
 
+def test_drafting_ahead_and_a_tied_head(monkeypatch):
+    """As on a GPU: the next block is drafted before this round's tokens are known; and Qwen3-4B ties its head."""
+    tiny = pairs.SHAPES["tiny"]
+    shape = pairs.Shape("tied", {**tiny.target, "tie_word_embeddings": True}, tiny.draft)
+    target, draft = pairs.build_pair(shape, CPU, torch.bfloat16, 0)
+    assert target.get_output_embeddings().weight is target.get_input_embeddings().weight
+    monkeypatch.setattr(hook, "DecodingLoop", functools.partial(hook.DecodingLoop, draft_ahead=True))
+    bench = measuring.PairBench(target, draft, [0.5] * 7, context=8, new_tokens=40, samples=1, seed=0)
+    result = bench.rounds(4)
+    assert 1.6 < result["forced_tau"] < 2.4 and result["rounds_timed"] >= 5
+    assert result["round"] > 0 and abs(result["forced_acceptance"][0] - 0.5) < 0.25
+
+
 def test_the_extremes_of_a_profile(pair):
     target, draft = pair
     prompt = torch.randint(500, (2, 6), generator=torch.Generator().manual_seed(1))
@@ -152,9 +167,11 @@ def test_forwards_that_can_be_captured_or_compiled_are_timed(pair, monkeypatch):
 
     monkeypatch.setattr(measuring, "captured", only_the_target)
     monkeypatch.setattr(torch, "compile", only_the_target)
-    for result in (bench.graphs(2), bench.compiled(2, "eager")):
+    for result in (bench.graphs(2), bench.compiled(2, "eager", lambda: True)):
         assert result["plain_step"] > 0 and result["block"] > 0 and result["plain_step_preparation"] > 0
         assert result["verify"] is None and result["reasons"] == {"verify": "RuntimeError: not this one"}
+    left_out = bench.compiled(2, "eager", lambda: False)
+    assert set(left_out["reasons"].values()) == {"TimeoutError: no time left in the budget"}
 
 
 def test_waits_are_counted_by_place():
@@ -178,17 +195,20 @@ def test_budget_leaves_out_what_would_not_fit(monkeypatch):
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     budget = gpu.Budget(100.0, parts=2)
     budget.next_part()
-    assert budget.allows("rounds") and not budget.allows("compile", 60.0)
-    budget.took("rounds", 30.0)
+    assert budget.allows("rounds") and budget.allows("compile", expected=39.0)
+    assert not budget.allows("compile", expected=41.0)  # a quarter more than expected has to fit
+    budget.took("rounds", 30.0, rows=8)
     now[0] += 5.0
-    assert budget.allows("rounds")  # ends at 42.5 of this part's 50 seconds
+    assert budget.allows("rounds", 8) and not budget.allows("rounds", 32)  # more rows may take twice as long
+    budget.took("rounds", 2.0, rows=2)
     now[0] += 10.0
-    assert not budget.allows("rounds") and budget.allows("syncs")
+    assert not budget.allows("rounds", 8) and not budget.allows("rounds", 4)
+    assert budget.allows("rounds", 2) and budget.allows("rounds", 1) and budget.allows("syncs")
     budget.next_part()  # what the first part did not use is the second one's
     now[0] += 45.0
-    assert budget.allows("rounds")
+    assert budget.allows("rounds", 8)
     now[0] += 10.0
-    assert not budget.allows("rounds") and budget.used == 70.0
+    assert not budget.allows("rounds", 8) and budget.used == 70.0
 
 
 def test_a_failing_measurement_leaves_the_others(run, monkeypatch):
