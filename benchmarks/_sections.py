@@ -39,8 +39,10 @@ def bench(name: str, report: Report, charts: Charts) -> list[str]:
         parts += ["### Acceptance", ACCEPTANCE_TEXT, acceptance_table(chosen)]
         parts.append(f"![Acceptance by position](measured/{name}-acceptance.svg)")
     overall = [result for result in results if result["domain"] == domains[0]]
-    parts += ["### The physical limit", LIMIT_TEXT, limit_table(overall), "### Exactness", EXACT_TEXT]
-    parts.append(exactness_table(overall))
+    parts += ["### The physical limit", LIMIT_TEXT, limit_table(overall)]
+    if any("shares" in result for result in overall):
+        parts += ["### Where the time goes", SHARES_TEXT, shares_table(overall)]
+    parts += ["### Exactness", EXACT_TEXT, exactness_table(overall)]
     if report["unavailable"]:
         parts.append("### Left out")
         parts.append("\n".join(f"- {BASELINES.get(n, n)}: {reason}" for n, reason in report["unavailable"].items()))
@@ -78,6 +80,7 @@ LIMIT_TEXT = (
     "two, *reached* the share of a round that they take. The rest of a round by part, in percent of it; what *draft* "
     "and *verify* take is beyond the bare forwards, and below zero where the machine was slower when those were timed."
 )
+SHARES_TEXT = "Percent of a whole call, prompts included, by part of the decoding loop."
 EXACT_TEXT = (
     "*Same*: rows equal to plain generate() token for token. *Deficit*: how far a token's logit is below the largest, "
     "with the target reading prompt and answer in one forward; plain generate() has some of its own in half precision."
@@ -155,8 +158,18 @@ def limit_table(results: list[dict]) -> str:
         row += [f"{1000 * result[f'{name}_seconds']:.1f}" for name in names]
         row += [f"{result[name]:.2f}" for name in ("ideal_speedup", "reached", "reached_of_plain")]
         rows.append([*row, *(f"{100 * rest.get(part, 0.0):.1f}" for part in parts)])
+    return markdown_table(header, rows)
+
+
+def shares_table(results: list[dict]) -> str:
+    """Shares of whole calls by part, and what the parts are."""
+    measured = [result for result in results if "shares" in result]
+    parts = [part for part in MEANING if any(result["shares"].get(part, 0.0) >= SHOWN for result in measured)]
+    rows = [
+        [str(r["rows"]), r["method"], *(f"{100 * r['shares'].get(part, 0.0):.1f}" for part in parts)] for r in measured
+    ]
     meaning = "; ".join(f"*{part}*: {MEANING[part]}" for part in parts)
-    return f"{markdown_table(header, rows)}\n\n{meaning}."
+    return f"{markdown_table(('batch', 'setting', *parts), rows)}\n\n{meaning}."
 
 
 def exactness_table(results: list[dict]) -> str:

@@ -47,7 +47,7 @@ def measured(tiny_pair, tmp_path_factory):
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(lines) + "\n")
     flags = ["--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--prompts", str(prompts), "--no-report"]
-    flags += ["--results", str(folder / "results"), "--dtype", "float32", "--limit", "2", "--rows", "1", "2"]
+    flags += ["--results", str(folder / "results"), "--dtype", "float32", "--limit", "1", "--rows", "1", "2"]
     small = ["--hidden-size", "64", "--layers", "2", "--draft-layers", "1", "--rank", "8", "--context", "32", "64"]
     small += ["--rows", "1", "2", "--gamma", "3", "1", "--vocabulary", "128", "256", "--rounds", "3", "--repeats", "1"]
     with pytest.MonkeyPatch.context() as patch:
