@@ -247,6 +247,10 @@ class PairBench:
         """Waits of the host for the device, per round and per plain step; `None` where there is nothing to wait for."""
         if self.device.type != "cuda":
             return {"per_round": None, "per_plain_step": None, "places": None}
+        return self.count_syncs(rows)
+
+    def count_syncs(self, rows: int) -> dict[str, Any]:
+        """The same, on any device that warns of waits."""
         prompt, short, long = self._prompt(rows), 2 * self.slots, 6 * self.slots
         self.draft.force(self.profile, rows, self.seed)
         found: dict[bool, tuple[Counter, int]] = {}

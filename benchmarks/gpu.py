@@ -31,6 +31,7 @@ from _gpu_pair import SHAPES, build_pair, expected_tau
 from dspark_hf.benchmarking.machine import environment, print_table, rounded, save_json
 
 PROFILE = [0.85, 0.80, 0.77, 0.75, 0.74, 0.73, 0.72]
+PARTS = ("plain_step", "backbone", "block", "verify")
 SECTIONS = ("rounds", "graphs", "syncs", "scheduler", "compile")
 _COMPILE_SECONDS = 60  # that a compilation may take on a GPU: it cannot be interrupted
 _BUILD_SECONDS = 20
@@ -255,11 +256,22 @@ def print_report(report: dict[str, Any]) -> None:
         if lines:
             header = ("rows", "plain", "round", "draft", "head", "verify", "rest", "head %", "scheduler %", "tau")
             print_table((*header, "speed", "graphs: plain", "draft + verify", "speed at most"), lines)
-        for rows in report["settings"]["sync_rows"]:
-            syncs = found.get(("syncs", rows))
-            if syncs is not None and syncs["per_round"] is not None:
-                print(f"\n{rows} rows: the host waits {syncs['per_round']:.1f} times a round, "
-                      f"{syncs['per_plain_step']:.1f} times a plain step.")  # fmt: skip
+        for (section, rows), result in found.items():
+            if section == "syncs" and result["per_round"] is not None:
+                waits = f"{result['per_round']:.1f} times a round, {result['per_plain_step']:.1f} times a plain step"
+                print(f"\n{rows} rows: the host waits {waits}.")
+            if section == "compile":
+                times = [f"{part} {1e3 * result[part]:.2f}" for part in PARTS if result[part] is not None]
+                print(f"\n{rows} rows, compiled: {', '.join(times) or 'nothing'}.")
+        for section in ("graphs", "compile"):
+            reasons = {
+                f"{part}: {reason}"
+                for (kind, _), result in found.items()
+                if kind == section
+                for part, reason in result["reasons"].items()
+            }
+            if reasons:
+                print(f"\nNot measured, {section}: {'; '.join(sorted(reasons))}.")
 
 
 def _line(rows: int, result: dict, graphs: dict | None, scheduler: dict | None) -> list[str]:

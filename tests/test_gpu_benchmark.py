@@ -1,9 +1,11 @@
 """The GPU benchmark on tiny shapes: what it reports, that acceptance is what was asked for, that it stops in time."""
 
+import contextlib
 import functools
 import json
 import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,7 @@ def test_report(run, capsys):
     assert report["models"][0]["target_parameters"] > report["models"][0]["draft_parameters"] > 0
     out = capsys.readouterr().out
     assert "Forced acceptance 0.90 0.80" in out and "scheduler %" in out
+    assert "Not measured, graphs: backbone: RuntimeError: CUDA graphs need a CUDA device; block" in out
 
 
 def test_acceptance_follows_the_profile(pair):
@@ -174,12 +177,69 @@ def test_forwards_that_can_be_captured_or_compiled_are_timed(pair, monkeypatch):
     assert set(left_out["reasons"].values()) == {"TimeoutError: no time left in the budget"}
 
 
+def test_a_graph_is_captured_after_a_warm_up_aside(monkeypatch):
+    """What a GPU is asked for, in order; the names are those that PyTorch has."""
+    events = []
+
+    class Stream:
+        def __init__(self, device):
+            events.append(f"stream on {device}")
+
+        def wait_stream(self, other):
+            events.append("wait")
+
+    class Graph:
+        def replay(self):
+            events.append("replay")
+
+    @contextlib.contextmanager
+    def inside(thing):
+        events.append(f"enter {type(thing).__name__}")
+        yield
+        events.append("leave")
+
+    stand_ins = {"Stream": Stream, "CUDAGraph": Graph, "stream": inside, "graph": inside}
+    stand_ins |= {"current_stream": Stream, "synchronize": lambda device: events.append("synchronize")}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    replay = measuring.captured(lambda: events.append("run"), torch.device("cuda"))
+    aside = ["stream on cuda", "stream on cuda", "wait", "enter Stream", "run", "run", "leave"]
+    assert events == [*aside, "stream on cuda", "wait", "synchronize", "enter Graph", "run", "leave"]
+    replay()
+    assert events[-1] == "replay" and events.count("run") == 3
+
+
 def test_waits_are_counted_by_place():
     with measuring.synchronizing_places() as places:
         for message in ("called a synchronizing CUDA operation", "something else"):
             for line in (3, 3, 8):
                 warnings.warn_explicit(message, UserWarning, "/somewhere/generation/loop.py", line)
     assert places == {"generation/loop.py:3": 2, "generation/loop.py:8": 1}
+
+
+def test_waits_of_prompt_and_end_do_not_count(pair, monkeypatch):
+    """A call that waits 5 times, and 3 times a round or twice a plain step besides."""
+    target, draft = pair
+    bench = measuring.PairBench(target, draft, PROFILE, context=8, new_tokens=20, samples=1, seed=0)
+    made, generate = [], bench._generate
+
+    def counted(prompt, new_tokens, *, draft=False):
+        before = len(bench.draft.marks)
+        answer = generate(prompt, new_tokens, draft=draft)
+        made.append(5 + (3 * (len(bench.draft.marks) - before) if draft else 2 * new_tokens))
+        return answer
+
+    @contextlib.contextmanager
+    def places():
+        found = Counter()
+        yield found
+        found["loop.py:1"] += made[-1] - 5
+        found["once.py:1"] += 5
+
+    monkeypatch.setattr(bench, "_generate", counted)
+    monkeypatch.setattr(measuring, "synchronizing_places", places)
+    assert bench.count_syncs(2) == {"per_round": 3.0, "per_plain_step": 2.0, "places": {"loop.py:1": 3.0}}
+    assert len(made) == 4 and bench.syncs(2)["per_round"] is None  # this is no GPU
 
 
 def test_nothing_is_begun_without_time(run):
