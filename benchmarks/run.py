@@ -13,6 +13,7 @@ meanwhile: other work shows in the figures, and the load is stored with them.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ PROMPTS = ROOT / "benchmarks" / "prompts.jsonl"
 PARTS = ("bench", "free_draft", "scaling")
 # Prompts of each domain, new tokens: what fits into half an hour on one core with a model of 135 M parameters.
 LIMIT, TOKENS = 8, 96
+FREE_SOURCES = 3  # the free draft answers one prompt of so many sources: what it shows depends on no prompt
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -90,7 +92,9 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_free_draft(args: argparse.Namespace) -> int:
+    sources = dict.fromkeys(json.loads(line).get("source", "-") for line in args.prompts.open(encoding="utf-8"))
     flags = ["--target", args.target, "--draft", args.draft, "--prompts", str(args.prompts), "--limit", "1"]
+    flags += ["--source", *list(sources)[:FREE_SOURCES]]
     flags += ["--dtype", args.dtype, "--threads", str(args.threads), "--repeats", str(1 if args.quick else 3)]
     free_draft.main([*flags, "--max-new-tokens", "64", "--output", str(args.results / "free_draft.json")])
     return 0

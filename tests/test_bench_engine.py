@@ -285,6 +285,7 @@ def test_sources_become_domains():
     assert found["math"] == [[1], [5], [2], [6]] and found["poems"] == [[3]]
     assert list(group_by_domain(by_source, ["poems", "math"])) == ["poems", "math"]
     assert Counter(map(tuple, group_by_domain(by_source, ["all"])["all"])) == Counter((n,) for n in range(1, 8))
+    assert group_by_domain(by_source, ["math500", "code"]) == {"math500": [[5], [6]], "code": [[4]]}
     with pytest.raises(ValueError, match="no prompts of prose: there are math, code, chat, poems"):
         group_by_domain(by_source, ["math", "prose"])
 
@@ -311,8 +312,11 @@ def test_limits_are_whole_batches(pair, rows):
 
 def test_settings_follow_the_draft(pair, rank_zero):
     plan = Plan(draft_lengths=(3,))
-    assert [s.name for s in plan.settings(pair[1], ["static cache"])] == [
+    assert [s.name for s in plan.settings(pair[1], 4, ["static cache"])] == [
         *("plain", "static cache", "3 drafted", "confidence", "throughput")
     ]
+    thin = Plan(draft_lengths=(3,), thin_batches=True)
+    assert [s.name for s in thin.settings(pair[1], 4, ["static cache"])] == ["plain", "3 drafted", "throughput"]
+    assert len(thin.settings(pair[1], 1, ["static cache"])) == 5
     assert [s.name for s in plan.settings(rank_zero)] == ["plain", "3 drafted"]
     assert Setting(baseline="prompt lookup").name == "prompt lookup"

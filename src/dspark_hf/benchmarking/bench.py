@@ -51,7 +51,7 @@ class Plan:
         draft_lengths (`Sequence[int]`): of the constant schedule; none leaves it out.
         schedules (`Sequence[str]`): the others.
         threshold (`float`): of the confidence schedule.
-        baselines_batched (`bool`): run baselines above one row too, where they can.
+        thin_batches (`bool`): above one row only plain generate(), the constant lengths and "throughput".
         bare (`bool`): measure bare forwards.
         exactness (`bool`): teacher-forced deficits of greedy answers.
         max_new_tokens, seed, temperature, top_k, top_p: as `generate()` has them; greedy without a sampling setting.
@@ -63,7 +63,7 @@ class Plan:
     draft_lengths: Sequence[int] = ()
     schedules: Sequence[str] = ("confidence", "throughput")
     threshold: float = 0.5
-    baselines_batched: bool = True
+    thin_batches: bool = False
     bare: bool = True
     exactness: bool = True
     max_new_tokens: int = 128
@@ -72,12 +72,14 @@ class Plan:
     top_k: int | None = None
     top_p: float | None = None
 
-    def settings(self, draft: DSparkDraftModel, baselines: Sequence[str] = ()) -> list[Setting]:
-        """Plain generation first, then the baselines, then DSpark."""
+    def settings(self, draft: DSparkDraftModel, rows: int = 1, baselines: Sequence[str] = ()) -> list[Setting]:
+        """What runs at a number of rows: plain generation first, then the baselines that can, then DSpark."""
         block = draft.config.num_draft_tokens
         thresholds = {"confidence": self.threshold, "throughput": 0.0}
         # without a confidence head there is nothing to schedule by
         schedules = self.schedules if draft.config.enable_confidence_head else ()
+        if self.thin_batches and rows > 1:
+            baselines, schedules = (), [name for name in schedules if name == "throughput"]
         return [
             PLAIN,
             *(Setting(baseline=name) for name in baselines),
@@ -143,9 +145,8 @@ class Benchmark:
 
     def _at(self, rows: int, prompts: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
         plan, batches = self.plan, self._batches(rows, prompts)
-        baselines = self.baselines.at(rows) if rows == 1 or plan.baselines_batched else []
         longest = max(batches, key=lambda batch: batch.input_ids.shape[1])
-        settings = self._working(plan.settings(self.draft, baselines), longest)
+        settings = self._working(plan.settings(self.draft, rows, self.baselines.at(rows)), longest)
         context = median(int(row) for batch in batches for row in batch.attention_mask.sum(1))
         # Contexts grow during a run; the middle of the answer stands for all of it.
         bare = BareForwards(self.target, self.draft, int(context) + plan.max_new_tokens // 2) if plan.bare else None

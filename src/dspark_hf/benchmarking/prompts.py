@@ -104,8 +104,8 @@ def group_by_domain(
 
     Args:
         by_source: prompts by source.
-        domains (`Sequence[str]`, *optional*): which, in this order: names of `DOMAINS`, of sources that belong to none
-            of them, or just "all", which puts everything into one. By default all that the prompts have.
+        domains (`Sequence[str]`, *optional*): which, in this order: names of `DOMAINS` or of single sources, or just
+            "all", which puts everything into one. By default every domain, and every source that belongs to none.
 
     Raises:
         `ValueError`: there are no prompts of a domain.
@@ -117,6 +117,8 @@ def group_by_domain(
     for source, prompts in by_source.items():
         grouped.setdefault(domain_of.get(source, source), []).append(prompts)
     grouped = {domain: sources for domain, sources in grouped.items() if sources}
+    if domains is not None:
+        grouped = {source: [prompts] for source, prompts in by_source.items() if source in domains} | grouped
     if missing := [domain for domain in domains or () if domain not in grouped]:
         raise ValueError(f"no prompts of {', '.join(missing)}: there are {', '.join(grouped)}, or take {ALL}")
     return {domain: take_turns(grouped[domain]) for domain in domains or grouped}

@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="JSONL with `prompt` (text) or `prompt_ids`, and `source`, in each row",
     )
     group.add_argument(
-        "--domains", nargs="+", metavar="NAME", help="math, code, chat, another source's name, or all; default: each"
+        "--domains", nargs="+", metavar="NAME", help="math, code, chat, a source's name, or all; default: each domain"
     )
     group.add_argument("--limit", type=int, metavar="N", help="prompts of each domain, up to whole batches")
     group.add_argument("--no-chat", action="store_true", help="do not apply the tokenizer's chat template")
@@ -128,7 +128,7 @@ def plan(args: argparse.Namespace, draft: DSparkDraftModel):
         draft_lengths=lengths,
         schedules=args.schedules,
         threshold=args.threshold,
-        baselines_batched=not args.quick,
+        thin_batches=args.quick,
         bare=not args.no_bare,
         exactness=not args.no_deficits,
         max_new_tokens=args.max_new_tokens,
