@@ -33,7 +33,7 @@ from dspark_hf.benchmarking.machine import environment, print_table, rounded, sa
 PROFILE = [0.85, 0.80, 0.77, 0.75, 0.74, 0.73, 0.72]
 PARTS = ("plain_step", "backbone", "block", "verify")
 SECTIONS = ("rounds", "graphs", "syncs", "scheduler", "compile")
-_COMPILE_SECONDS = 60  # that a compilation may take on a GPU: it cannot be interrupted
+_COMPILE_SECONDS = 90  # that a compilation may take on a GPU: it cannot be interrupted
 _BUILD_SECONDS = 20
 
 
