@@ -23,6 +23,7 @@ from runs import POLICIES  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 QUEUE = 20  # visitors who may wait
+_GLANCE = 0.05  # seconds between two looks at the queue
 _RUNS = {"concurrency_id": "models", "concurrency_limit": 1, "api_visibility": "private"}
 _QUICK = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 
@@ -49,6 +50,8 @@ def build(pairs: Pairs) -> gr.Blocks:
         gr.HTML(texts.footer(QUEUE, MAX_NEW_TOKENS, MAX_ROWS))
         blocks.unload(page.forget)
     blocks.queue(max_size=QUEUE, default_concurrency_limit=4)
+    # Gradio looks at its queues every millisecond, which takes more of a small machine than drawing does
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = _GLANCE
     blocks.page = page
     return blocks
 

@@ -170,6 +170,7 @@ class Page:
         session = self.session(request)
         flag = session.flags.get("live") or session.begin("live")
         try:
+            yield render.answer([], running=True), render.round_panel(None), ""
             for ready in self.prepared([prompt], settings):
                 if isinstance(ready, str):
                     yield render.note(ready), render.round_panel(None), ""
@@ -191,6 +192,7 @@ class Page:
         session = self.session(request)
         flag = session.flags.get("race") or session.begin("race")
         try:
+            yield "", "", "", render.race(None, None)
             for ready in self.prepared([prompt], settings):
                 if isinstance(ready, str):
                     yield render.note(ready), "", "", ""
@@ -241,6 +243,7 @@ class Page:
         session = self.session(request)
         flag = session.flags.get("load") or session.begin("load")
         try:
+            yield "", "", gr.skip()
             prompts = batch(rows, listed)
             for ready in self.prepared(prompts, settings):
                 if isinstance(ready, str):

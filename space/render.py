@@ -133,7 +133,7 @@ def round_panel(record: dict | None) -> str:
     own = record["committed"][accepted] if len(record["committed"]) > accepted else None
     head = f"<h4>Round {record['index'] + 1}: {len(drafted)} drafted, {verified} checked, {accepted} accepted</h4>"
     if not drafted:
-        said = "Nothing was drafted: plain decoding was expected to be faster here."
+        said = "Nothing was drafted: it was not expected to pay, or there was room for one more token only."
         return f'{head}{note(said)}<ol class="ds-slots">{_own_card("plain", own)}</ol>'
     cards = []
     for slot, text in enumerate(drafted):
@@ -267,7 +267,7 @@ class _Axes:
         for share in (0, 0.25, 0.5, 0.75, 1):
             y = self.y(share * self.top)
             self.parts.append(f'<line class="ds-grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            self._text(_LEFT - 5, y + 3.5, f"{share * self.top:.3g}", "end")
+            self._text(_LEFT - 5, y + 3.5, f"{share * self.top:.4g}", "end")
         for tick in xs if x_ticks is None else x_ticks:
             self._text(self.x(tick), _HEIGHT - _BOTTOM + 14, f"{tick:g}")
         self._text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, x_label)

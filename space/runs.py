@@ -1,7 +1,7 @@
 """One generation as a stream of small updates that a page can draw while it runs.
 
 `generate()` runs in a thread of its own and tells a recorder of every token and, with a draft, of every round. `stream`
-hands over what has gathered, at most ten times a second and never so often that drawing takes more than a small share
+hands over what has gathered, at most eight times a second and never so often that drawing takes more than a small share
 of the time. Updates and stop flags are plain data: on ZeroGPU all of this runs in another process than the page.
 """
 
@@ -25,8 +25,8 @@ from dspark_hf import GenerationStats, RoundEvent, record_generation, throughput
 from dspark_hf.demo import Difference, first_difference
 
 POLICIES = ("throughput", "confidence", "survival", "constant")
-LEAST_INTERVAL = 0.1  # seconds between two updates
-DRAWING_SHARE = 0.04  # of the run's time, at most, spent on whoever reads the updates
+LEAST_INTERVAL = 0.125  # seconds between two updates
+DRAWING_SHARE = 0.03  # of the run's time, at most, spent on whoever reads the updates
 MAX_SECONDS = 120.0  # a run ends after this, whatever else happens
 
 

@@ -347,9 +347,9 @@ def live(page, prompt=PROMPT, session="one", **changes):
 
 def test_the_first_run_loads_and_says_so(page):
     drawn = live(page)
-    assert "Loading the models" in drawn[0][0]
+    assert "ds-caret" in drawn[0][0] and "Loading the models" in drawn[1][0]
     assert "ds-accepted" in drawn[-1][0] and "Round" in drawn[-1][1] and "τ" in drawn[-1][2]
-    assert "Loading" not in live(page)[0][0]
+    assert not any("Loading" in step[0] for step in live(page))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The page in a real browser: headless Chromium, driven by Playwright, on a tiny pair whose target is slowed down.
 
 Screenshots go to the folder in `DSPARK_ARTIFACTS`, or to pytest's own. Without Chromium or Playwright all of it is
-skipped: the browser comes from the system (`apt-get install chromium`), Playwright from the extra `browser`.
+skipped: the browser comes from the system (`apt-get install chromium`), Playwright from the extra `browser`. The
+timings of the real pair are checked on request only (`DSPARK_TIMED=1`), since they need a machine without other work.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def served(name, _profile_home):
         patch.setattr("huggingface_hub.constants.HF_HOME", str(_profile_home))
         blocks = app.build(pairs.Pairs(name, load))
         blocks.page.load_default()
-        _, blocks.url, _ = blocks.launch(prevent_thread_lock=True, quiet=True, **app.look())
-        yield blocks
-        blocks.close()
+    _, blocks.url, _ = blocks.launch(prevent_thread_lock=True, quiet=True, **app.look())
+    yield blocks
+    blocks.close()
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,14 @@ def wait_until_over(tab, kind: str = "live", seconds: float = 40) -> None:
     tab.wait_for_function(f"document.querySelector('#{kind}-run').innerText === 'Run'", timeout=1000 * seconds)
 
 
+def first_token(tab) -> float:
+    """Presses Run on a fresh page; seconds until the first token shows."""
+    pressed = time.monotonic()
+    tab.click("#live-run")
+    tab.wait_for_function("document.querySelectorAll('#live-answer .ds-answer span[title]').length > 0")
+    return time.monotonic() - pressed
+
+
 def spans(tab) -> int:
     return tab.locator("#live-answer .ds-answer span[title]").count()
 
@@ -173,20 +182,11 @@ def test_nothing_is_loaded_from_outside(visit, served, shots):
 def test_tokens_appear_before_the_run_ends(visit, served, shots):
     tab = visit()
     set_up(tab, length=256)
-    first = []
-    for _ in range(3):
-        pressed = time.monotonic()
-        tab.click("#live-run")
-        tab.wait_for_function("document.querySelectorAll('#live-answer .ds-answer span[title]').length > 0")
-        first.append(time.monotonic() - pressed)
-        if len(first) < 3:
-            tab.click("#live-stop")
-            wait_until_over(tab)
-    counts = []
+    first, counts = first_token(tab), []
     while tab.inner_text("#live-run") != "Run":
         counts.append(spans(tab))
         tab.wait_for_timeout(50)
-    assert min(first) < 1.5, first
+    assert first < 1.5
     assert len(set(counts)) > 3 and 0 < counts[0] < 256, "the answer grows before the viewer's eyes"
     assert spans(tab) == 256
     assert text_of(tab, "#live-answer .ds-answer") == answer_of(served, app.texts.EXAMPLES[0], 256)
@@ -195,9 +195,42 @@ def test_tokens_appear_before_the_run_ends(visit, served, shots):
     assert tab.locator("#live-round .ds-slot").count() > 0 and tab.locator("#live-round .ds-cut").count() == 1
     figures = tab.inner_text("#live-figures")
     assert re.search(r"τ\s+[1-8]\.\d\d", figures) and "verify" in figures
-    drawing = float(re.search(r"Drawing this page: ([\d.]+)%", figures).group(1))
-    print(f"first token after {min(first):.2f} s; drawing {drawing} % of the run")
+    print(f"first token after {first:.2f} s; {figures.splitlines()[-1]}")
     tab.screenshot(path=shots / "live.png", full_page=True)
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(not os.environ.get("DSPARK_TIMED"), reason="DSPARK_TIMED is unset: set it on a quiet machine")
+def test_the_real_pair_is_quick_and_drawing_costs_little(browser, smollm2_path, scout_folder, monkeypatch):
+    """The first token within 1.5 seconds of the press; all but the generation takes less than 5 % of the run."""
+    generating = {}
+
+    def timed(*arguments):
+        before = time.thread_time()
+        generate(*arguments)
+        generating["seconds"] = time.thread_time() - before
+
+    generate = runs._generate
+    blocks = app.build(pairs.Pairs(pairs.PairName(str(smollm2_path), str(scout_folder))))
+    blocks.page.load_default()
+    monkeypatch.setattr(runs, "_generate", timed)
+    _, url, _ = blocks.launch(prevent_thread_lock=True, quiet=True, **app.look())
+    first = []
+    for _ in range(3):
+        tab = browser.new_page()
+        tab.goto(url)
+        tab.wait_for_selector("#live-run")
+        set_up(tab, length=64)
+        began, process, here = time.monotonic(), time.process_time(), time.thread_time()
+        first.append(first_token(tab))
+        wait_until_over(tab, seconds=90)
+        seconds = time.monotonic() - began
+        spent = time.process_time() - process - (time.thread_time() - here) - generating["seconds"]
+        tab.close()
+    blocks.close()
+    print(f"first token after {first} s; server and drawing {spent / seconds:.1%} of the run")
+    assert min(first) < 1.5
+    assert spent < 0.05 * seconds
 
 
 def test_stop_stops_the_generation(visit, served):
