@@ -257,9 +257,9 @@ def test_bare_forwards_of_rounds_with_other_lengths(pair):
     bare = BareForwards(target, draft, context=20)
     asked = []
 
-    def medians(runs, kind, repeats):
-        asked.append((kind, sorted(runs), repeats))
-        return {shape: 1.0 if kind == "draft" else float(shape[1]) for shape in runs}
+    def medians(shapes, repeats):
+        asked.append((shapes, repeats))
+        return {shape: 1.0 if shape[0] == "draft" else float(shape[2]) for shape in shapes}
 
     bare._medians = medians
 
@@ -272,7 +272,12 @@ def test_bare_forwards_of_rounds_with_other_lengths(pair):
     cost = bare.compare(stats, 7, constant=False)
     # widths 4, 6 and 1; two drafts, for the third round had none
     assert (cost.verify, cost.draft, cost.step, cost.wall) == (11.0, 2.0, 3.0, 8.0)
-    assert asked[1] == ("target", [(1, 1), (1, 6), (2, 1), (2, 4)], 1)
+    drafts = {("draft", rows, 7) for rows in (1, 2)}
+    targets = {("target", *shape) for shape in ((1, 1), (1, 6), (2, 1), (2, 4))}
+    assert set(asked[0][0]) == drafts | targets and asked[0][1] == 1
+    # a constant length is timed as it is set, and rounds that fell short of it count by what they verified
+    assert bare.compare(stats, 7).verify == pytest.approx(4.0 + 6.0 + 1.0)
+    assert asked[1][0][2:4] == [("target", 1, 8), ("target", 2, 8)] and asked[1][1] == 3
 
 
 # ---------------------------------------------------------------------------------------------------- prompts

@@ -12,7 +12,6 @@ and the ratio is taken run by run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -25,6 +24,8 @@ from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkDraftModel
 from ..stats import GenerationStats
 from .machine import timed
+
+Shape = tuple[str, int, int]  # whose forward, rows, and tokens of a row
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class BareForwards:
         self.target, self.draft, self.context, self.repeats = target, draft, context, repeats
         self.shared = draft.shared_weights(target)
         self._filled: dict[int, tuple[Any, Any, torch.Tensor]] = {}
-        self._warm: set[tuple[str, int, int]] = set()
+        self._forwards = {"draft": self._draft_block, "target": self._target_forward}
+        self._warm: set[Shape] = set()
 
     def compare(self, stats: GenerationStats, draft_length: int, *, constant: bool = True) -> RoundCost:
         """Time the bare forwards of a run that has just ended, for every number of rows and width it ran at.
@@ -79,49 +81,51 @@ class BareForwards:
         Args:
             stats (`GenerationStats`): of that run alone.
             draft_length (`int`): drafted tokens of a round that drafts.
-            constant (`bool`, *optional*, defaults to `True`): every round verified all of them. Otherwise each round
-                counts with its own verify length, the mean over its rows, and with no draft where there was none; a
-                width is then timed once, for there may be many.
+            constant (`bool`, *optional*, defaults to `True`): rounds verify all of them, but for the last ones before
+                the length limit, whose cost is interpolated. Otherwise a round counts with its own verify length, the
+                mean over its rows, and with no draft where there was none; a width is timed once, as there are many.
         """
         rounds: Counter[tuple[int, int, bool]] = Counter()
         for event in stats.round_events:
-            rows = len(event.rows)
-            length = draft_length if constant else round(sum(event.verify_lengths) / rows)
-            rounds[rows, length, constant or any(event.drafted)] += 1
-        repeats = self.repeats if constant else 1
-        drafting = {rows for rows, _, drafts in rounds if drafts}
-        widths = {(rows, 1 + length) for rows, length, _ in rounds} | {(rows, 1) for rows, _, _ in rounds}
-        draft = self._medians({(rows, draft_length): self._draft_block for rows in drafting}, "draft", repeats)
-        target = self._medians(dict.fromkeys(sorted(widths), self._target_forward), "target", repeats)
+            length = round(sum(event.verify_lengths) / len(event.rows))
+            rounds[len(event.rows), length, any(event.drafted)] += 1
+        shapes = dict.fromkeys(("draft", rows, draft_length) for rows, _, drafts in sorted(rounds) if drafts)
+        widths = {(rows, draft_length if constant else length) for rows, length, _ in rounds}
+        shapes |= dict.fromkeys(("target", rows, 1 + length) for rows, length in sorted(widths))
+        shapes |= dict.fromkeys(("target", rows, 1) for rows, _, _ in sorted(rounds))
+        cost = self._medians(list(shapes), self.repeats if constant else 1)
+
+        def verify(rows: int, length: int) -> float:
+            if not constant:
+                return cost["target", rows, 1 + length]
+            whole, step = cost["target", rows, 1 + draft_length], cost["target", rows, 1]
+            return step + (whole - step) * length / draft_length
+
         return RoundCost(
             stats.rounds,
             stats.tau,
             wall=stats.seconds - stats.prefill_seconds,
-            draft=sum(times * draft[rows, draft_length] for (rows, _, drafts), times in rounds.items() if drafts),
-            verify=sum(times * target[rows, 1 + length] for (rows, length, _), times in rounds.items()),
-            step=sum(times * target[rows, 1] for (rows, _, _), times in rounds.items()),
+            draft=sum(n * cost["draft", rows, draft_length] for (rows, _, drafts), n in rounds.items() if drafts),
+            verify=sum(n * verify(rows, length) for (rows, length, _), n in rounds.items()),
+            step=sum(n * cost["target", rows, 1] for (rows, _, _), n in rounds.items()),
         )
 
-    @torch.no_grad()
-    def _medians(
-        self, runs: dict[tuple[int, int], Callable[[int, int], None]], kind: str, repeats: int
-    ) -> dict[tuple[int, int], float]:
-        """Median seconds of every `run(rows, width)`, the runs taking turns."""
-        for shape, run in runs.items():
-            if (kind, *shape) not in self._warm:
-                run(*shape)
-                self._warm.add((kind, *shape))
-        device = self.target.device
-        times = [{shape: timed(partial(run, *shape), device)[1] for shape, run in runs.items()} for _ in range(repeats)]
-        return {shape: median(found[shape] for found in times) for shape in runs}
-
-    @torch.no_grad()
     def seconds(self, rows: int, draft_length: int) -> tuple[float, float, float]:
         """Median seconds of the draft's block, of a verification, and of a plain step, for `rows` rows."""
-        draft = self._medians({(rows, draft_length): self._draft_block}, "draft", self.repeats)
-        widths = dict.fromkeys([(rows, 1 + draft_length), (rows, 1)], self._target_forward)
-        target = self._medians(widths, "target", self.repeats)
-        return draft[rows, draft_length], target[rows, 1 + draft_length], target[rows, 1]
+        shapes = [("draft", rows, draft_length), ("target", rows, 1 + draft_length), ("target", rows, 1)]
+        draft, verify, step = self._medians(shapes, self.repeats).values()
+        return draft, verify, step
+
+    @torch.no_grad()
+    def _medians(self, shapes: list[Shape], repeats: int) -> dict[Shape, float]:
+        """Median seconds of every forward. They take turns, as in a round: neither finds its own weights in a cache."""
+        runs = {shape: partial(self._forwards[shape[0]], *shape[1:]) for shape in shapes}
+        for shape, run in runs.items():
+            if shape not in self._warm:
+                run()
+                self._warm.add(shape)
+        times = [{shape: timed(run, self.target.device)[1] for shape, run in runs.items()} for _ in range(repeats)]
+        return {shape: median(found[shape] for found in times) for shape in shapes}
 
     def _caches(self, rows: int) -> tuple[Any, Any, torch.Tensor]:
         """Filled caches of target and draft for `rows` rows, and token ids (rows, context)."""
