@@ -7,6 +7,7 @@ Four tabs (live run, race, load, history) over one set of settings. This file on
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ import render  # noqa: E402
 import texts  # noqa: E402
 from handlers import MAX_NEW_TOKENS, MAX_ROWS, OTHER_PAIR, Page  # noqa: E402
 from pairs import PairError, Pairs, default_pair, hosted  # noqa: E402
-from runs import POLICIES  # noqa: E402
+from runs import THRESHOLDS  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 QUEUE = 20  # visitors who may wait
@@ -60,8 +61,10 @@ def _settings(pairs: Pairs) -> list[gr.components.Component]:
     """The settings that all tabs share, in the order that the handlers take them."""
     with gr.Accordion("Settings", open=False, elem_id="settings"):
         with gr.Row():
-            policy = gr.Radio(list(POLICIES), value="throughput", label="Policy", info=texts.POLICY, elem_id="policy")
+            policy = gr.Radio(list(THRESHOLDS), value="throughput", label="Policy", info=texts.POLICY, elem_id="policy")
             threshold = gr.Slider(0, 1, 0.0, step=0.05, label="Threshold", info=texts.THRESHOLD, elem_id="threshold")
+        # the threshold starts where each policy shows what it does; in the browser, so that it is there at once
+        policy.input(None, policy, threshold, js=f"policy => ({json.dumps(THRESHOLDS)})[policy]", **_QUICK)
         with gr.Row():
             num_tokens = gr.Slider(1, 16, 7, step=1, label="Drafted tokens a round", info=texts.DRAFTED)
             length = gr.Slider(8, MAX_NEW_TOKENS, 128, step=8, label="Length of the answer, tokens", elem_id="length")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import gradio as gr
 import render
 from pairs import Pair, PairError, PairName, Pairs, check_name, hosted
-from runs import POLICIES, Knobs, StopFlag, Update, costs, difference, encode, stream, warm_up
+from runs import THRESHOLDS, Knobs, StopFlag, Update, costs, difference, encode, stream, warm_up
 from sessions import LoadPoint, Session, Sessions, forecast
 from transcript import Transcript
 
@@ -120,8 +120,8 @@ class Page:
                 raise ValueError("Please write a prompt first.")
             if len(prompt) > MAX_CHARACTERS:
                 raise ValueError(f"The prompt has {len(prompt)} characters; this page takes up to {MAX_CHARACTERS}.")
-        if policy not in POLICIES:
-            raise ValueError(f"The policy must be one of {', '.join(POLICIES)}.")
+        if policy not in THRESHOLDS:
+            raise ValueError(f"The policy must be one of {', '.join(THRESHOLDS)}.")
         knobs = Knobs(
             policy,
             _number("threshold", threshold, 0, 1),
@@ -275,6 +275,8 @@ class Page:
 
     def charts(self, pair: Pair, session: Session, load: int) -> str:
         """Verify length and speed against load, forecast from measured costs, with the visitor's own runs."""
+        if session.pair != pair.name:
+            session = Session()  # what was seen of another pair says nothing here
         survival = session.survival() or pair.survival
         measured = self.pairs.costs.get(pair.name)
         if measured is None:

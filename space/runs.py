@@ -24,7 +24,8 @@ from transformers.generation.streamers import BaseStreamer
 from dspark_hf import GenerationStats, RoundEvent, record_generation, throughput_profile
 from dspark_hf.demo import Difference, first_difference
 
-POLICIES = ("throughput", "confidence", "survival", "constant")
+# The policies of a run, with a threshold to start from.
+THRESHOLDS = {"throughput": 0.0, "confidence": 0.5, "survival": 0.3, "constant": 0.0}
 LEAST_INTERVAL = 0.125  # seconds between two updates
 DRAWING_SHARE = 0.03  # of the run's time, at most, spent on whoever reads the updates
 MAX_SECONDS = 120.0  # a run ends after this, whatever else happens
@@ -36,7 +37,7 @@ class Knobs:
     What a visitor may set.
 
     Attributes:
-        policy (`str`): One of `POLICIES`.
+        policy (`str`): One of `THRESHOLDS`.
         threshold (`float`): Confidence or survival below which a block is cut; 0 cuts nothing.
         num_tokens (`int`): Most tokens drafted a round.
         max_new_tokens (`int`): Length of the answer.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from pairs import Pair
+from pairs import Pair, PairName
 from runs import Knobs, StopFlag, Update
 from transcript import Transcript
 
@@ -44,8 +44,9 @@ class Session:
     Attributes:
         flags (`dict[str, StopFlag]`): The stop flag of the run that each tab of the page has going.
         runs (`list[list[dict]]`): Records of the last runs, ready for JSON lines.
-        stats (`GenerationStats`): Of all runs with a draft.
-        points (`list[LoadPoint]`): Of the batches.
+        pair (`PairName`, *optional*): The pair that `stats` and `points` are about; another one begins them anew.
+        stats (`GenerationStats`): Of all its runs with a draft.
+        points (`list[LoadPoint]`): Of its batches.
         races (`int`): Races run; who starts takes turns.
     """
 
@@ -54,6 +55,7 @@ class Session:
         self.runs: list[list[dict]] = []
         self.stats = GenerationStats()
         self.points: list[LoadPoint] = []
+        self.pair: PairName | None = None
         self.races = 0
         self._saved: Path | None = None
 
@@ -82,6 +84,8 @@ class Session:
 
     def file(self, mode: str, pair: Pair, prompts: list[str], knobs: Knobs, written: Transcript, last: Update) -> None:
         """Keeps a finished run."""
+        if self.pair != pair.name:
+            self.pair, self.stats, self.points = pair.name, GenerationStats(), []
         header = {
             "type": "run",
             "mode": mode,

@@ -235,6 +235,14 @@ def test_a_plain_run_streams_too(pair):
     assert {token.kind for token in written.rows[0]} == {"plain"} and updates[-1].stats.rounds == 0
 
 
+def test_a_target_without_rounds_streams_its_tokens(pair, monkeypatch):
+    """Targets that are verified step by step report no rounds; their tokens come one by one."""
+    monkeypatch.setattr(pair, "has_rounds", False)
+    monkeypatch.delattr(runs.Recorder, "on_round")
+    written, _ = collect(pair, [PROMPT])
+    assert written.ids[0] == plain_ids(pair, PROMPT, 48) and {token.kind for token in written.rows[0]} == {"plain"}
+
+
 def test_a_batch_keeps_rows_apart(pair):
     prompts = [PROMPT, "Hello", "What is 2 + 2?"]
     written, _ = collect(pair, prompts)
@@ -248,7 +256,7 @@ def test_sampled_runs_repeat_with_their_seed(pair):
     assert first == second != other
 
 
-@pytest.mark.parametrize("policy", runs.POLICIES)
+@pytest.mark.parametrize("policy", runs.THRESHOLDS)
 def test_policies_reach_the_draft_and_leave_no_trace(pair, policy):
     config = pair.draft.generation_config
     before = dict(vars(config))
@@ -489,6 +497,40 @@ def test_reliability_is_that_of_the_rounds(pair):
     assert sum(session.accepted_histogram()) == session.stats.rounds - sum(
         not any(lengths) for lengths in session.stats.verify_lengths
     )
+
+
+def test_another_pair_begins_the_figures_anew(pair):
+    session = sessions.Session()
+    written, updates = collect(pair, [PROMPT])
+    session.file("live", pair, [PROMPT], runs.Knobs(), written, updates[-1])
+    rounds = session.stats.rounds
+    other = pairs.Pair(pairs.PairName("owner/target", "owner/draft"), pair.model, pair.draft, pair.tokenizer)
+    session.file("live", other, [PROMPT], runs.Knobs(), written, updates[-1])
+    assert session.stats.rounds == rounds and len(session.runs) == 2
+
+
+def test_the_front_matter_fits_the_page():
+    front = (SPACE / "README.md").read_text(encoding="utf-8").split("---")[1]
+    fields = dict(line.split(": ", 1) for line in front.strip().splitlines())
+    assert fields["sdk"] == "gradio" and fields["sdk_version"].startswith("6.")
+    assert (SPACE / fields["app_file"]).is_file() and fields["license"] == "apache-2.0"
+    assert len(fields["short_description"]) <= 60, "the Hub refuses longer ones"
+    needed = (SPACE / "requirements.txt").read_text(encoding="utf-8").split()
+    assert any(line.startswith("dspark-hf[demo]") for line in needed)
+
+
+def test_the_command_line_starts_the_page(monkeypatch, capsys, tmp_path):
+    from dspark_hf.cli import demo, main
+
+    called = []
+    monkeypatch.setattr(demo.subprocess, "call", lambda command: called.append(command) or 0)
+    assert main(["demo", "--space", "--model", "owner/target", "--draft", "owner/draft"]) == 0
+    assert called[0][1:] == [str(SPACE / "app.py"), "--target", "owner/target", "--draft", "owner/draft"]
+    monkeypatch.setattr(demo, "PAGE", tmp_path / "app.py")
+    assert main(["demo", "--space"]) != 0
+    assert main(["demo"]) != 0
+    said = capsys.readouterr().err
+    assert "make space" in said and "--draft: name a DSpark draft" in said
 
 
 def test_zerogpu_lends_the_gpu_to_every_model_call(monkeypatch, pair):

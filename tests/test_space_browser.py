@@ -33,7 +33,7 @@ FLAGS = (
     "--disable-component-update --disable-sync"
 ).split()
 STEP = {"seconds": 0.02}  # that the target takes at least for a forward
-EVIL = b"<img src=x onerror=window.wasRun=1>"
+EVIL = b"<img src=x onerror=window.wasRun=1>${window.wasRun=2}"
 DESKTOP, PHONE = {"width": 1200, "height": 1000}, {"width": 390, "height": 844}
 
 pytestmark = [
@@ -113,6 +113,10 @@ def set_up(tab, policy: str = "survival", threshold: float = 0.3, length: int = 
     """Sets the controls as a visitor does."""
     tab.click("#settings > button")
     tab.click(f"#policy label:has-text('{policy}')")
+    tab.wait_for_function(
+        "value => Number(document.querySelector('#threshold input[type=number]').value) === value",
+        arg=runs.THRESHOLDS[policy],
+    )
     for control, value in (("threshold", threshold), ("length", length)):
         tab.fill(f"#{control} input[type=number]", str(value))
         tab.press(f"#{control} input[type=number]", "Tab")
@@ -181,15 +185,15 @@ def test_nothing_is_loaded_from_outside(visit, served, shots):
 
 def test_tokens_appear_before_the_run_ends(visit, served, shots):
     tab = visit()
-    set_up(tab, length=256)
+    set_up(tab, length=160)
     first, counts = first_token(tab), []
     while tab.inner_text("#live-run") != "Run":
         counts.append(spans(tab))
         tab.wait_for_timeout(50)
     assert first < 1.5
-    assert len(set(counts)) > 3 and 0 < counts[0] < 256, "the answer grows before the viewer's eyes"
-    assert spans(tab) == 256
-    assert text_of(tab, "#live-answer .ds-answer") == answer_of(served, app.texts.EXAMPLES[0], 256)
+    assert len(set(counts)) > 3 and 0 < counts[0] < 160, "the answer grows before the viewer's eyes"
+    assert spans(tab) == 160
+    assert text_of(tab, "#live-answer .ds-answer") == answer_of(served, app.texts.EXAMPLES[0], 160)
     for kind in ("accepted", "correction"):
         assert tab.locator(f"#live-answer .ds-{kind}").count() > 0
     assert tab.locator("#live-round .ds-slot").count() > 0 and tab.locator("#live-round .ds-cut").count() == 1
@@ -242,7 +246,7 @@ def test_stop_stops_the_generation(visit, served):
     tab.wait_for_function("document.querySelectorAll('#live-answer .ds-answer span[title]').length > 3")
     assert pair.lock.locked()
     tab.click("#live-stop")
-    wait_until_over(tab, seconds=3)
+    wait_until_over(tab, seconds=10)
     assert not pair.lock.locked() and 3 < spans(tab) < 256
     assert "Stopped." in tab.inner_text("#live-answer")
 
@@ -263,18 +267,18 @@ def test_closing_the_tab_stops_the_generation(visit, served):
 
 def test_the_race(visit, served, shots):
     tab = visit()
-    set_up(tab, length=96)
+    set_up(tab, length=64)
     choose(tab, "Race")
     press_run(tab, "race")
     tab.wait_for_selector("#race-plain .ds-answer")
     assert tab.locator("#race-dspark .ds-answer").count() == 0, "one after the other"
     wait_until_over(tab, "race")
     verdict = tab.inner_text("#race-verdict")
-    assert "The outputs are identical, all 96 tokens." in verdict
+    assert "The outputs are identical, all 64 tokens." in verdict
     speedup = float(re.search(r"([\d.]+)×", verdict).group(1))
     plain, dspark = (float(value) for value in re.findall(r"([\d.]+) tokens/s", tab.inner_text("#race-speeds")))
     assert speedup == pytest.approx(dspark / plain, rel=0.05) and speedup > 1, "the slowed target makes rounds pay"
-    wanted = answer_of(served, app.texts.EXAMPLES[1], 96)
+    wanted = answer_of(served, app.texts.EXAMPLES[1], 64)
     assert [text_of(tab, f"#race-{side} .ds-answer") for side in ("plain", "dspark")] == [wanted, wanted]
     tab.screenshot(path=shots / "race.png", full_page=True)
 
@@ -311,14 +315,14 @@ def test_moving_the_load_slider_runs_a_batch(visit, shots):
 def test_two_visitors_at_once(visit, served):
     tabs, prompts = [visit(), visit()], ["abc abc", "What is 2 + 2?"]
     for tab, prompt in zip(tabs, prompts, strict=True):
-        set_up(tab, policy="constant", length=96)
+        set_up(tab, policy="constant", length=64)
         tab.fill("#live-prompt textarea", prompt)
     for tab in tabs:
         press_run(tab)
     for tab in tabs:
         wait_until_over(tab)
     shown = [text_of(tab, "#live-answer .ds-answer") for tab in tabs]
-    assert shown == [answer_of(served, prompt, 96) for prompt in prompts] and shown[0] != shown[1]
+    assert shown == [answer_of(served, prompt, 64) for prompt in prompts] and shown[0] != shown[1]
     # stopping one leaves the other alone
     for tab in tabs:
         press_run(tab)
