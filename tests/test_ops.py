@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dspark_hf.ops import contiguous_inputs, first_argmax
+from dspark_hf.ops import contiguous_inputs, first_argmax, on_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,3 +35,11 @@ def test_contiguous_inputs_copies_strided_ones_only_inside():
     assert seen == [False, True, False] and len(layer._forward_pre_hooks) == 0
     with contiguous_inputs(None):
         pass
+
+
+def test_on_device_takes_lists_and_tensors():
+    device = torch.device("cpu")
+    assert on_device([3, 1], device).equal(torch.tensor([3, 1]))
+    assert on_device([[3], [1]], device).dtype == torch.long
+    ids = torch.arange(4)
+    assert on_device(ids, device) is ids

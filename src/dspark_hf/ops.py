@@ -30,6 +30,18 @@ def first_argmax(scores: torch.Tensor) -> torch.Tensor:
     return best * _CHUNK + inside
 
 
+def on_device(values, device: torch.device) -> torch.Tensor:
+    """
+    Numbers (a list, perhaps nested, or a CPU tensor) as a tensor on `device`.
+
+    A copy from ordinary memory to a GPU waits for everything queued there; one from pinned memory is queued itself.
+    """
+    tensor = torch.as_tensor(values)
+    if torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 @contextmanager
 def contiguous_inputs(module: nn.Module | None):
     """

@@ -3,6 +3,8 @@
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from ..ops import on_device
+
 
 class Collector:
     """
@@ -29,9 +31,9 @@ class Collector:
         """Writes `(R, K)` tokens behind what each row has, for processors and criteria that read prefixes."""
         if self.ids is None:
             return
-        starts = torch.tensor([self.prompt.shape[1] + len(self.tokens[row]) for row in rows], device=self.ids.device)
+        starts = on_device([self.prompt.shape[1] + len(self.tokens[row]) for row in rows], self.ids.device)
         columns = starts[:, None] + torch.arange(tokens.shape[1], device=self.ids.device)
-        index = torch.tensor(rows, device=self.ids.device)[:, None].expand_as(columns)
+        index = on_device(rows, self.ids.device)[:, None].expand_as(columns)
         self.ids[index, columns] = tokens.to(self.ids.device)
 
     def add_scores(self, rows: list[int], kept: list[int], starts: list[int], scores, logits) -> None:

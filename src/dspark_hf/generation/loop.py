@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from ..ops import contiguous_inputs, first_argmax
+from ..ops import contiguous_inputs, first_argmax, on_device
 from ..sampling import accept_greedy, accept_sampled, draw, residual_weights
 from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
@@ -264,10 +264,10 @@ class DecodingLoop:
 
     def _accept(self, scores, drafted: DraftRound | None, lengths: list[int], starts: list[int], width: int):
         """Accepted lengths `(R,)` and the tokens that follow them `(R,)`."""
-        limit = torch.tensor(lengths, device=self.device)
+        limit = on_device(lengths, self.device)
         # positions behind a row's verify length repeat its last one: they are never read as accepted
         slots = torch.arange(width + 1, device=self.device)
-        where = torch.tensor(starts, device=self.device)[:, None] + torch.minimum(slots, limit[:, None])
+        where = on_device(starts, self.device)[:, None] + torch.minimum(slots, limit[:, None])
         if not self.sampling:
             tokens = drafted.tokens[:, :width] if width else where[:, :0]
             return accept_greedy(tokens, first_argmax(scores)[where], limit)
@@ -353,7 +353,7 @@ class DecodingLoop:
         self.gaps = [self.gaps[slot] for slot in order]
         if not live:
             return
-        index = torch.tensor(order, device=self.device)
+        index = on_device(order, self.device)
         self.anchors, self.positions = self.anchors[index], self.positions[..., index]
         self.verifier.masks.select_rows(index)
         self.drafter.keep(index)

@@ -24,6 +24,8 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from ..ops import on_device
+
 # Matched by exact type: a user's subclass may look at the prefix.
 _POSITION_WISE = {
     TemperatureLogitsWarper,
@@ -110,8 +112,8 @@ class BlockProcessors:
         for position, length in enumerate(prefixes):
             by_length.setdefault(length, []).append(position)
         for length, positions in by_length.items():
-            where = torch.tensor(positions, device=scores.device)
-            batch_rows = torch.tensor([rows[position] for position in positions], device=scores.device)
+            where = on_device(positions, scores.device)
+            batch_rows = on_device([rows[position] for position in positions], scores.device)
             # rows without a position at this length are fillers; their scores are computed and dropped
             full = scores.new_zeros(ids.shape[0], scores.shape[1])
             full[batch_rows] = scores[where]

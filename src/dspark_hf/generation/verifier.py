@@ -6,6 +6,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE_KEY
+from ..ops import on_device
 from .capture import TapCapture
 from .masks import ATTENTION_NAME, MaskBuilder, VerifyStep, ragged_mask, swapped_attention, verifying
 from .packed_attention import packed_attention
@@ -52,7 +53,7 @@ class Verifier:
         """
         cache, device = self.cache, tokens.device
         rows, offsets = block_index(counts, device)
-        lengths = torch.tensor(cache.lengths, device=device)
+        lengths = on_device(cache.lengths, device)
         width, packed = max(counts), self.path == PACKED
         flat = rows * width + offsets
         step = VerifyStep(counts, lengths, packed, flat, self.delegate)
@@ -96,7 +97,7 @@ def block_index(counts: list[int], device: torch.device) -> tuple[torch.Tensor, 
     rows = torch.arange(len(counts)).repeat_interleave(tokens_per_row)
     starts = tokens_per_row.cumsum(0) - tokens_per_row
     offsets = torch.arange(rows.shape[0]) - starts[rows]
-    return rows.to(device), offsets.to(device)
+    return on_device(rows, device), on_device(offsets, device)
 
 
 def attention_configs(layers) -> list[PreTrainedConfig]:
