@@ -42,6 +42,10 @@ order that rotates, after a warm-up. Speed divides all tokens by the medians of 
 quartiles are over single runs, each beside plain `generate()`'s run of the same turn. Peak memory is that of the whole
 process on a CPU.
 """
+LEGEND = (
+    "Speed is in multiples of plain `generate()`'s, prompts included. *Same answers*: rows equal to it token for token. "
+    "*Reached*: share of a round that its two bare forwards take; 1 would be the physical limit."
+)
 NOTHING = "Nothing is stored yet: `make bench` measures."
 
 
@@ -127,7 +131,8 @@ def summary(reports: dict[str, Report]) -> str:
     more = "All figures, the physical limit, exactness and how to repeat them: [docs/measured.md](docs/measured.md)."
     bench = next((report for report in reports.values() if kind_of(report) == "bench"), None)
     if bench is not None:
-        return "\n\n".join([wrap(f"`dspark-hf bench`: {describe_run(bench)}"), bench_table(bench), wrap(more)])
+        text = f"`dspark-hf bench`: {describe_run(bench)} {LEGEND}"
+        return "\n\n".join([wrap(text), bench_table(bench), wrap(more)])
     runs = [report for report in reports.values() if kind_of(report) == "generate"]
     if not runs:
         return f"{NOTHING} {more}"
@@ -143,7 +148,7 @@ def bench_table(report: Report) -> str:
     """Times plain by domain: every way at batch 1, plain and DSpark above it."""
     results = report["results"]
     domains = list(dict.fromkeys(result["domain"] for result in results))
-    header = ["batch", "times plain `generate()`", *domains, "tau", "same answers", "of the physical limit"]
+    header = ["batch", "way to decode", *domains, "tau", "same answers", "reached"]
     cells = {(result["rows"], result["method"], result["domain"]): result for result in results}
     smallest = min(result["rows"] for result in results)
     rows = []
