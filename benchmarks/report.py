@@ -43,8 +43,8 @@ quartiles are over single runs, each beside plain `generate()`'s run of the same
 process on a CPU.
 """
 LEGEND = (
-    "Speed is in multiples of plain `generate()`'s, prompts included. *Same answers*: rows equal to it token for token. "
-    "*Reached*: share of a round that its two bare forwards take; 1 would be the physical limit."
+    "Speed is in multiples of plain `generate()`'s, prompts included. *Same answers*: rows equal to it token for "
+    "token. *Reached*: share of a round that its two bare forwards take; 1 would be the physical limit."
 )
 NOTHING = "Nothing is stored yet: `make bench` measures."
 

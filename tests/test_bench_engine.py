@@ -11,6 +11,7 @@ from targets import PAD_TOKEN_ID, build, clear_prompts, plain_greedy, prompts
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, record_generation
+from dspark_hf._compat import HAS_DFLASH_GENERATOR
 from dspark_hf.benchmarking import (
     Benchmark,
     DeficitTable,
@@ -31,6 +32,8 @@ from dspark_hf.benchmarking.prompts import Batch, group_by_domain, take_turns
 from dspark_hf.benchmarking.runner import TokenWatch, decoding_speedup, speedup_quartiles
 from dspark_hf.benchmarking.shares import PARTS, shares, timed_parts
 from dspark_hf.benchmarking.tables import breakdown
+
+needs_dflash = pytest.mark.skipif(not HAS_DFLASH_GENERATOR, reason="this Transformers has no DFlash generator")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,7 @@ def without_heads(draft: DSparkDraftModel, **changes) -> DSparkDraftModel:
 # ------------------------------------------------------------------------------------- Transformers' DFlash generator
 
 
+@needs_dflash
 @pytest.mark.parametrize("anchor_first", [True, False])
 def test_dflash_generator_drafts_round_for_round_what_this_loop_drafts(pair, rows, anchor_first):
     target, draft = pair
@@ -87,6 +91,7 @@ def test_dflash_generator_drafts_round_for_round_what_this_loop_drafts(pair, row
     assert accepted >= (20 if anchor_first else 1)
 
 
+@needs_dflash
 def test_dflash_adapter_serves_one_call_after_another(pair, rank_zero, rows):
     target, _ = pair
     adapter = DFlashAdapter(rank_zero, target)
@@ -96,6 +101,7 @@ def test_dflash_adapter_serves_one_call_after_another(pair, rank_zero, rows):
         assert out[0, len(row) :].tolist() == target.generate(ids, max_new_tokens=24)[0, len(row) :].tolist()
 
 
+@needs_dflash
 def test_dflash_generator_is_not_given_drafts_it_would_wrong(pair, rank_zero):
     target, draft = pair
     assert why_not(rank_zero, target) is None
@@ -113,6 +119,7 @@ def test_dflash_generator_is_not_given_drafts_it_would_wrong(pair, rank_zero):
 # ---------------------------------------------------------------------------------------------------- baselines
 
 
+@needs_dflash
 def test_every_method_gives_plain_greedy_answers_in_float32(pair, rank_zero, rows):
     target, draft = pair
     # the target assists itself: always right, and of its vocabulary
