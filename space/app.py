@@ -96,14 +96,14 @@ def _connect(page: Page, tab: str, triggers, run: gr.Button, stop: gr.Button, ha
 
     def begin(request: gr.Request):
         page.begin(tab, request)
-        return buttons(request)
+        return *buttons(request), render.note(texts.WAITING)
 
     def buttons(request: gr.Request):
         is_running = page.is_running(tab, request)  # also when the next run waits already
         label = "Running …" if is_running else "Run"
         return gr.Button(label, interactive=not is_running), gr.Button(interactive=is_running)
 
-    began = gr.on(triggers, begin, None, [run, stop], **_QUICK)
+    began = gr.on(triggers, begin, None, [run, stop, outputs[0]], **_QUICK)
     ran = began.then(handler, inputs, outputs, show_progress="minimal", show_progress_on=[outputs[0]], **_RUNS)
     ended = ran.then(buttons, None, [run, stop], **_QUICK)
 
@@ -127,7 +127,7 @@ def _prompt(tab: str, example: int) -> gr.Textbox:
 def _live(page: Page, settings):
     prompt = _prompt("live", 0)
     run, stop = _buttons("live")
-    answer = gr.HTML(render.note("Press Run."), elem_id="live-answer")
+    answer = gr.HTML(render.note("Press Run."), elem_id="live-answer", min_height=110)
     gr.HTML(render.legend(compact=True))
     latest = gr.HTML(render.round_panel(None), elem_id="live-round")
     figures = gr.HTML(elem_id="live-figures", min_height=60)

@@ -83,8 +83,12 @@ class Update:
 class StopFlag:
     """A flag that every process of this machine sees: it is set when its file is there."""
 
+    folder: tempfile.TemporaryDirectory | None = None  # goes with this process
+
     def __init__(self):
-        self.path = os.path.join(tempfile.gettempdir(), f"dspark-stop-{uuid.uuid4().hex}")
+        if StopFlag.folder is None:
+            StopFlag.folder = tempfile.TemporaryDirectory(prefix="dspark-stop-")
+        self.path = os.path.join(StopFlag.folder.name, uuid.uuid4().hex)
 
     def set(self) -> None:
         Path(self.path).touch()

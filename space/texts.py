@@ -48,6 +48,7 @@ LOAD = (
     "Many answers at once as one batch. The more rows share the machine, the fewer drafted tokens are worth checking: "
     "watch the verify length of every row."
 )
+WAITING = "Waiting for your turn; runs go one at a time."
 SLIDER = "Let go of the slider to run."
 LISTED = "The rows take them in turn; with one prompt all rows are copies of it."
 
