@@ -32,7 +32,7 @@ POLICIES = {
     "constant": ("constant", 0.0, None, 1),
     "confidence": ("confidence", 0.5, None, 1),
     "survival": ("survival", 0.4, None, 6),
-    "throughput": ("throughput", 0.0, KnownCost(per_token=1e-5, base=0.05), 1),
+    "throughput": ("throughput", 0.0, KnownCost(per_token=1e-5, base=0.05, draft=1e-4), 1),
     "throughput, jagged": ("throughput", 0.0, KnownCost(base=1.0, per_token=1e-6, jump=0.2), 1),
     "throughput, jagged, another token": ("throughput", 0.0, KnownCost(base=1.0, per_token=1e-6, jump=0.2), 6),
     "throughput, jagged, threshold": ("throughput", 0.5, KnownCost(base=1.0, per_token=1e-6, jump=0.02), 6),
