@@ -14,6 +14,7 @@ from dspark_hf.benchmarking.tables import breakdown, machine_line
 Report = dict[str, Any]
 Charts = dict[str, str]
 BUSY = 0.7  # load from which a run is said to have had company
+ENOUGH = 10  # rounds in a bin from which its share is drawn
 SHOWN = 0.0005  # parts below this share of a round are left out of a table
 
 
@@ -262,9 +263,16 @@ def load(name: str, report: Report, charts: Charts) -> list[str]:
             row += [f"{result['mean_verify_length']:.2f}", f"{result['tau']:.2f}"]
             row += [f"{result['share_without_draft']:.2f}"]
         rows.append(row + [""] * (len(header) - len(row)))
+    scheduled = [result for result in report["results"] if result["setting"] == "throughput"]
+    series = {
+        domain: [(r["rows"], r["mean_verify_length"]) for r in scheduled if r["domain"] == domain]
+        for domain in dict.fromkeys(r["domain"] for r in scheduled)
+    }
+    charts[f"{name}-verified.svg"] = lines("Mean verify length under the throughput schedule", series, "batch")
     verdicts = "\n".join(f"- {'holds' if holds else 'fails'}: {text}" for text, holds in report["verdicts"].items())
     machine = f"{report['target']}; measured on {machine_line(report)}.{other_work(report)}"
-    return [f"## Load: `{name}.json`", machine, markdown_table(header, rows), verdicts]
+    image = f"![verify length by batch](measured/{name}-verified.svg)"
+    return [f"## Load: `{name}.json`", machine, image, markdown_table(header, rows), verdicts]
 
 
 def thresholds(name: str, report: Report, charts: Charts) -> list[str]:
@@ -275,8 +283,49 @@ def thresholds(name: str, report: Report, charts: Charts) -> list[str]:
         + [f"{r['tokens_per_step']:.2f}", f"{r['mean_verify_length']:.2f}"]
         for r in report["results"]
     ]
+    shown = [result for result in report["results"] if result["acceptance_rate"] is not None]
+    for value, scale, label in (("acceptance_rate", 100, "accepted, %"), ("tokens_per_step", 1, "tokens per step")):
+        series = {
+            domain: [(r["threshold"], scale * r[value]) for r in shown if r["domain"] == domain]
+            for domain in dict.fromkeys(r["domain"] for r in shown)
+        }
+        charts[f"{name}-{value}.svg"] = lines(f"{label}, by confidence threshold", series, "threshold")
+    images = "\n\n".join(f"![{value}](measured/{name}-{value}.svg)" for value in ("acceptance_rate", "tokens_per_step"))
     machine = f"{report['target']}; measured on {machine_line(report)}.{other_work(report)}"
-    return [f"## Confidence thresholds: `{name}.json`", machine, markdown_table(header, rows)]
+    return [f"## Confidence thresholds: `{name}.json`", machine, images, markdown_table(header, rows)]
+
+
+def calibration(name: str, report: Report, charts: Charts) -> list[str]:
+    """What `dspark-hf calibrate` reports: the running product of the confidences against what was accepted."""
+    setting = report["setting"]
+    stages = {"raw": report["before"], "STS": report["sts"], "saved": report["after"]}
+    header = ("slot", "accepted", *(f"ECE, {stage}" for stage in stages), "AUC, raw", "AUC, saved", "form")
+    rows = []
+    for slot, form in enumerate(report["forms"]):
+        found = {stage: values["per_position"][slot] for stage, values in stages.items()}
+        row = [str(slot + 1), f"{found['raw']['target_mean']:.3f}", *(number(found[s]["ece"], 3) for s in stages)]
+        rows.append([*row, number(found["raw"]["auc"], 3), number(found["saved"]["auc"], 3), form])
+    means = {stage: values["summary"] for stage, values in stages.items()}
+    row = ["mean", f"{means['raw']['target_mean']:.3f}", *(number(means[s]["ece_mean"], 3) for s in stages)]
+    rows.append([*row, number(means["raw"]["auc_mean"], 3), number(means["saved"]["auc_mean"], 3), ""])
+    bins = {stage: stages[stage]["per_position"][0]["reliability"] for stage in ("raw", "saved")}
+    series = {
+        stage: [(round(sum(b["range"]) / 2, 3), b["avg_target"]) for b in found if b["weight"] >= ENOUGH]
+        for stage, found in bins.items()
+    }
+    ideal = sorted({x for points in series.values() for x, _ in points})
+    charts[f"{name}.svg"] = lines(
+        "Share accepted at the first slot, by confidence", series | {"exact": [(x, x) for x in ideal]}, "confidence"
+    )
+    text = (
+        f"`dspark-hf calibrate` on {setting['prompts']}: {setting['draft']} for {setting['target']}, "
+        f"{setting['dtype']} on {setting['device']}, {setting['max_new_tokens']} new tokens, "
+        f"{'sampled' if setting['do_sample'] else 'greedy'}. Fitted on {report['num_fit']} live rounds, judged on "
+        f"{report['num_held_out']} of other prompts, where a perfect head would show an ECE of "
+        f"{report['noise_floor']:.3f}. STS: temperatures alone."
+    )
+    image = f"![reliability](measured/{name}.svg)"
+    return [f"## Calibration: `{name}.json`", text, image, markdown_table(header, rows)]
 
 
 def gpu(name: str, report: Report, charts: Charts) -> list[str]:
@@ -331,6 +380,7 @@ SECTIONS = {
     "free_draft": free_draft,
     "load": load,
     "thresholds": thresholds,
+    "calibration": calibration,
     "generate": generate,
     "gpu": gpu,
 }

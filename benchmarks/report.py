@@ -79,7 +79,9 @@ def load_reports(folder: Path) -> dict[str, Report]:
 
 
 def kind_of(report: Report) -> str:
-    """Which benchmark a run is of; an early one did not say."""
+    """Which benchmark a run is of; an early one did not say, nor do the reports of `dspark-hf calibrate`."""
+    if "sts_temperature" in report:
+        return "calibration"
     return report.get("benchmark") or ("free_draft" if "forced" in report else "unknown")
 
 

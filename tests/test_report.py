@@ -16,6 +16,7 @@ import run  # noqa: E402
 import scaling  # noqa: E402
 
 from dspark_hf.benchmarking.prompts import group_by_domain  # noqa: E402
+from dspark_hf.cli import main  # noqa: E402
 
 
 def test_readme_and_docs_are_not_stale():
@@ -126,11 +127,15 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     thresholds.main([*pair, *small, *flags, "--output", str(results / "c.json")])
     flags = ["--shapes", "tiny", "--device", "cpu", "--context", "8", "--new-tokens", "8", "--samples", "1"]
     gpu.main([*flags, "--rows", "1", "--sections", "rounds", "--output", str(results / "d.json")])
+    flags = ["--no-save", "--report", str(results), "--dtype", "float32", "--max-new-tokens", "24"]
+    assert main(["calibrate", *map(str, tiny_pair[:2]), "--prompts", str(measured / "prompts.jsonl"), *flags]) == 0
     charts = {}
     for name, stored in report.load_reports(results).items():
         parts = report.SECTIONS[report.kind_of(stored)](name, stored, charts)
         assert f"`{name}.json`" in parts[0] and any(part.startswith("| ") for part in parts), name
-    assert set(report.load_reports(results)) == {"a", "b", "c", "d"}
+    assert set(report.load_reports(results)) == {"a", "b", "c", "d", "calibration"}
+    wanted = {"b-verified.svg", "c-acceptance_rate.svg", "c-tokens_per_step.svg", "calibration.svg"}
+    assert wanted <= set(charts) and all(chart.startswith("<svg") for chart in charts.values())
 
 
 def test_scaling_moves_one_axis_at_a_time(measured):

@@ -8,7 +8,7 @@ import torch
 
 from dspark_hf.fingerprints import device_name, fingerprint, fingerprint_fields, profile_path
 from dspark_hf.scheduling import schedule
-from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint, isotonic
+from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint, isotonic, smoothed
 
 
 class FakeMachine:
@@ -61,7 +61,7 @@ def test_table_is_monotone_positive_and_kept():
         assert (table[1:] >= table[:-1]).all() and (table > 0).all()
         assert profile.cost_table(rows * 8, rows, 310) is table  # same context step: no new table
         assert profile.cost_table(rows, rows, 310) is table
-    assert profile.verify_seconds(1) == profile.verify_seconds(2) == pytest.approx(0.042)
+    assert profile.verify_seconds(4, 4) == profile.verify_seconds(16, 4) == pytest.approx(0.173 / 3)
     assert profile.draft_seconds(3) == 0.0
 
 
@@ -288,3 +288,19 @@ def test_fingerprint_follows_everything_that_matters(monkeypatch):
 def test_fingerprint_is_blind_to_order_and_names_the_device():
     assert fingerprint({"a": 1, "b": {"c": 2, "d": 3}}) == fingerprint({"b": {"d": 3, "c": 2}, "a": 1})
     assert device_name("cpu") and device_name("meta") == "meta"
+
+
+def test_points_within_noise_of_a_line_are_put_on_it():
+    """One point that is 4 % off must not make its tokens dear and the next ones free."""
+    points = [VerifyPoint(1, tokens, 0, seconds) for tokens, seconds in ((1, 68.0), (2, 69.4), (4, 75.5), (8, 76.5))]
+    profile = ThroughputProfile({}, points)
+    steps = [profile.verify_seconds(tokens + 1) - profile.verify_seconds(tokens) for tokens in range(1, 8)]
+    assert max(steps) == pytest.approx(min(steps)) and 1.0 < steps[0] < 1.6
+    assert all(abs(profile.verify_seconds(point.tokens) / point.seconds - 1) < 0.05 for point in points)
+
+
+def test_real_steps_of_the_curve_stay():
+    points = [VerifyPoint(1, tokens, 0, seconds) for tokens, seconds in ((1, 40.0), (2, 40.0), (4, 40.0), (8, 60.0))]
+    profile = ThroughputProfile({}, points)
+    assert [profile.verify_seconds(point.tokens) for point in points] == [40.0, 40.0, 40.0, 60.0]
+    assert smoothed([1, 2], [1.0, 1.01]) == [1.0, 1.01]

@@ -4,9 +4,9 @@ The scheduler needs the seconds of a verification step as a function of the toke
 Neither follows from the model alone: kernels, threads, dtype and attention implementation decide. So both are measured
 here, in a couple of seconds, on the calls that the runtime really makes, and kept as a `ThroughputProfile`:
 
-* verify seconds at a few (rows, tokens per row, context) points, made monotone in the tokens by isotonic regression
-  and read by linear interpolation in tokens per row, rows and context, which is exact for a cost that is affine in
-  rows and tokens; beyond the points the last slope continues;
+* verify seconds at a few (rows, tokens per row, context) points, made monotone in the tokens by isotonic regression,
+  put on a straight line where they are within noise of one, and read by linear interpolation in tokens per row, rows
+  and context, which is exact for a cost that is affine in rows and tokens; beyond the points the last slope continues;
 * draft seconds by rows, treated alike.
 
 A profile is a JSON file under the Hugging Face home, named by a fingerprint of everything that the numbers depend on.
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 # Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
 CONTEXT_STEP = 128
+_NOISE = 0.05  # share by which a measurement of a few samples may be off
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,7 @@ class _Curve:
     @classmethod
     def fit(cls, values: dict[int, float]) -> "_Curve":
         x = sorted(values)
-        return cls(tuple(x), tuple(isotonic([values[at] for at in x])))
+        return cls(tuple(x), tuple(smoothed(x, isotonic([values[at] for at in x]))))
 
     def __call__(self, at: float) -> float:
         if len(self.x) == 1:
@@ -364,6 +365,21 @@ def isotonic(values: Sequence[float]) -> list[float]:
             pools[-1][0] += total
             pools[-1][1] += count
     return [total / count for total, count in pools for _ in range(int(count))]
+
+
+def smoothed(x: Sequence[float], y: Sequence[float]) -> list[float]:
+    """`y`, or the values of a straight line where one passes all points within `_NOISE`.
+
+    A step's cost is nearly affine in its tokens on most machines, and a point that is a few percent off would make
+    the tokens before it look dear and those behind it free. Steps in the curve that are larger than noise stay.
+    """
+    if len(x) < 3:
+        return list(y)
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((at - mean_x) * (value - mean_y) for at, value in zip(x, y)) / sum((at - mean_x) ** 2 for at in x)
+    line = [mean_y + slope * (at - mean_x) for at in x]
+    near = all(abs(fitted - value) <= _NOISE * value for fitted, value in zip(line, y))
+    return line if near else list(y)
 
 
 def _bracket(known: Sequence[int], at: float) -> tuple[int, int, float]:

@@ -171,8 +171,9 @@ class ThroughputPolicy(ConstantPolicy):
     def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int):
         super().__init__(settings)
         self.profile, self.width = profile, width
-        # the gains of many rows vary less than those of one, so that fewer steps tell as much, and a probe costs more
-        self.gate = DraftGate(allowance=0.25 + 1.25 / rows, credit=1.0, first_pause=min(64, round(4 * rows**0.5)))
+        # The gains of many rows vary less than those of one, so that fewer steps tell as much, and a probe costs more.
+        many = {"allowance": 0.25 + 0.75 / rows, "credit": 1.0, "first_pause": 16}
+        self.gate = DraftGate(**many) if rows > 1 else DraftGate()
         self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
         self.tracker, self.pace = AcceptanceTracker(width), RowPace()
         self._situation: tuple[int, int, int] | None = None  # rows, load, context in steps of the cost table
