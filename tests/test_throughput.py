@@ -61,7 +61,7 @@ def test_table_is_monotone_positive_and_kept():
         assert (table[1:] >= table[:-1]).all() and (table > 0).all()
         assert profile.cost_table(rows * 8, rows, 310) is table  # same context step: no new table
         assert profile.cost_table(rows, rows, 310) is table
-    assert profile.verify_seconds(4, 4) == profile.verify_seconds(16, 4) == pytest.approx(0.173 / 3)
+    assert profile.verify_seconds(4, 4) == profile.verify_seconds(8, 4) == pytest.approx(0.0575)
     assert profile.draft_seconds(3) == 0.0
 
 
