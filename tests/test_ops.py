@@ -37,6 +37,12 @@ def test_contiguous_inputs_copies_strided_ones_only_inside():
         pass
 
 
+def test_contiguous_inputs_leaves_keywords_alone():
+    layer, states = torch.nn.Linear(4, 3), torch.randn(2, 5, 4)
+    with contiguous_inputs(layer):
+        assert layer(input=states).equal(layer(states))
+
+
 def test_on_device_takes_lists_and_tensors():
     device = torch.device("cpu")
     assert on_device([3, 1], device).equal(torch.tensor([3, 1]))

@@ -53,7 +53,12 @@ def contiguous_inputs(module: nn.Module | None):
     if module is None:
         yield
         return
-    handle = module.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
+
+    def copy_first(_, inputs):
+        # a head of another make may be called by keyword: its input then stays as it is
+        return (inputs[0].contiguous(), *inputs[1:]) if inputs else None
+
+    handle = module.register_forward_pre_hook(copy_first)
     try:
         yield
     finally:
