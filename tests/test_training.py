@@ -161,7 +161,7 @@ def test_a_standalone_export_is_accepted_by_the_deepspec_writer(trained, tmp_pat
 def test_other_heads_packing_bf16_and_accumulation_train(tmp_path):
     target = targets.build("qwen3", "sdpa")
     variants = [
-        dict(draft_options={"markov_head_type": "rnn", "draft_vocab_size": 60}, packing=True),
+        dict(draft_options={"markov_head_type": "rnn", "draft_vocab_size": 60}, packing=True, bf16=True),
         dict(draft_options={"markov_head_type": "gated", "confidence": False}, gradient_accumulation_steps=3),
         dict(draft_options={"markov_rank": 0, "warm_start": False}, bf16=True),
     ]
@@ -197,6 +197,33 @@ def test_seed_decides_everything(tmp_path):
     assert curves[0] == curves[1] != curves[2]
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("limit", [0, 1, 2], ids=["nothing kept", "some rows kept", "all kept"])
+def test_kept_features_change_nothing(tmp_path, monkeypatch, packing, limit):
+    target = targets.build("qwen3", "sdpa")
+    options = {"max_steps": 9, "logging_steps": 1, "per_device_train_batch_size": 2, "packing": packing}
+    options["draft_options"] = {"draft_vocab_size": 60}
+    wanted = reduced_trainer(tmp_path / "without", target, **options)
+    wanted.train()
+    row = (options["packing"] * 90 + 46) * (target.config.hidden_size * 3 + 1) * 4  # about a row's bytes
+    trainer = reduced_trainer(tmp_path / "with", target, feature_cache_bytes=(1, 2 * row, 10**9)[limit], **options)
+    forwards, forward = [], trainer.features.__class__.__call__
+    monkeypatch.setattr(
+        trainer.features.__class__, "__call__", lambda *args: (forwards.append(len(args[1])), forward(*args))[1]
+    )
+    trainer.train()
+    assert losses(trainer) == pytest.approx(losses(wanted), abs=2e-5)
+    rows, seen = len(trainer.train_dataset), sum(forwards)
+    assert trainer.cache.bytes <= trainer.args.feature_cache_bytes
+    assert seen == rows if limit == 2 else seen > rows
+    if limit == 1:
+        assert trainer.cache.bytes > 0
+    evaluated = [{**run.evaluate(), **run.evaluate()} for run in (trainer, wanted)]
+    same = [key for key in evaluated[0] if key.startswith(("eval_accept", "eval_loss", "eval_confidence", "eval_tau"))]
+    assert len(same) > 6
+    assert [evaluated[0][key] for key in same] == pytest.approx([evaluated[1][key] for key in same], abs=2e-5)
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     target = targets.build("qwen3", "sdpa")
     trainer = make_trainer(tmp_path, target, max_steps=1)
@@ -204,6 +231,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
         DSparkTrainer(trainer.draft.bfloat16(), target, trainer.args, trainer.train_dataset)
     with pytest.raises(ValueError, match="num_target_layers"):
         DSparkTrainer(trainer.draft.float(), targets.build("qwen3", num_hidden_layers=3), trainer.args)
+    with pytest.raises(ValueError, match="feature_cache_bytes"):
+        make_trainer(tmp_path, target, feature_cache_bytes=-1)
     with pytest.raises(ValueError, match="without packing"):
         make_trainer(tmp_path, targets.build("mamba"), packing=True)
 

@@ -236,7 +236,8 @@ def test_rows_are_cut_and_counted(tmp_path):
     batch = collate([rows[0], rows[1]])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 40, 41, 42, 43, 44, 45, 0, 0], [*range(1, 10), 40, 41, 42]]
     assert batch["loss_mask"].int().tolist() == [[0] * 4 + [1] * 6 + [0] * 2, [0] * 9 + [1] * 3]
-    assert set(batch) == {"input_ids", "loss_mask", "rows"} and batch["rows"].tolist() == [0, 1]
+    assert set(batch) == {"input_ids", "loss_mask", "rows", "lengths"} and batch["rows"].tolist() == [0, 1]
+    assert batch["lengths"].tolist() == [10, 12]
     assert rows.token_counts(96)[40].item() == 2
 
 

@@ -98,6 +98,9 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--workers", type=int, default=0, metavar="N", help="processes that make batches; default: 0")
+    group.add_argument(
+        "--feature-cache", type=float, default=0.0, metavar="GB", help="memory for the target's features; default: 0"
+    )
     group.add_argument("--time-limit", type=float, metavar="MIN", help="save and stop after so many minutes")
     group = parser.add_argument_group("loss (defaults: the official recipe)")
     group.add_argument("--ce-weight", type=float, default=0.1, metavar="X")
@@ -174,6 +177,7 @@ def _training_arguments(args: argparse.Namespace, target):
         num_anchors=args.anchors,
         learning_rate=args.lr,
         muon=args.optimizer == "muon",
+        feature_cache_bytes=int(args.feature_cache * 1e9),
         warmup_steps=args.warmup,
         weight_decay=args.weight_decay,
         adam_beta2=args.beta2,

@@ -145,10 +145,12 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
     """A batch, padded on the right.
 
     Returns:
-        `input_ids` [R, T], `loss_mask` [R, T] (bool), `rows` [R] (row numbers), and for packed rows `position_ids`
+        `input_ids` [R, T], `loss_mask` [R, T] (bool), `rows` [R] (row numbers), `lengths` [R] (tokens of
+        each row before its padding), and for packed rows `position_ids`
         and `segment_ids` [R, T]. Padding continues the last sequence, where causal attention makes it harmless.
     """
-    width = max(sum(len(ids) for ids, _ in item["sequences"]) for item in items)
+    lengths = [sum(len(ids) for ids, _ in item["sequences"]) for item in items]
+    width = max(lengths)
     shape = (len(items), width)
     input_ids, loss_mask = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
     position_ids, segment_ids = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -161,7 +163,12 @@ def collate(items: list[dict]) -> dict[str, torch.Tensor]:
             position_ids[row, start:] = torch.arange(width - start)
             segment_ids[row, start:] = segment
             start = end
-    batch = {"input_ids": input_ids, "loss_mask": loss_mask, "rows": torch.tensor([item["row"] for item in items])}
+    batch = {
+        "input_ids": input_ids,
+        "loss_mask": loss_mask,
+        "rows": torch.tensor([item["row"] for item in items]),
+        "lengths": torch.tensor(lengths),
+    }
     if any(item["packed"] for item in items):
         batch |= {"position_ids": position_ids, "segment_ids": segment_ids}
     return batch

@@ -9,6 +9,7 @@ measured once against the target's own forward instead of being read from its na
 else is refused.
 """
 
+import copy
 import math
 
 import torch
@@ -54,6 +55,16 @@ class TargetHead:
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def columns(self, token_ids: torch.Tensor) -> "TargetHead | None":
+        """The head of these tokens [V_draft] alone, or `None` where its weight cannot be sliced (quantised, say)."""
+        weight = getattr(self.head, "weight", None)
+        if type(self.head) is not nn.Linear or weight.is_meta or not weight.is_floating_point():
+            return None
+        part, ids = copy.copy(self), token_ids.to(weight.device)
+        part.head = frozen_linear(weight[ids], None if self.head.bias is None else self.head.bias[ids])
+        part.vocab_size = ids.shape[0]
+        return part
 
     @torch.no_grad()
     def _measure(self, target: nn.Module, softcap: float | None) -> None:
@@ -139,6 +150,14 @@ class TargetFeatures:
             )
 
 
+def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer of these tensors, without gradients."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
 def probe_ids(target: nn.Module) -> torch.Tensor:
     """A row of distinct ordinary token ids [1, 16] on the target's input device: no placeholders of images or sound."""
     configs = (target.config, target.config.get_text_config(decoder=True))
@@ -168,4 +187,4 @@ def embedding_factor(target: nn.Module) -> float:
     return next((value for value in usual if abs(factor / value - 1.0) < 1e-2), round(factor, 4))
 
 
-__all__ = ["TargetFeatures", "TargetHead", "embedding_factor", "probe_ids"]
+__all__ = ["TargetFeatures", "TargetHead", "embedding_factor", "frozen_linear", "probe_ids"]

@@ -21,14 +21,15 @@ Axes: N supervised slots, M distinct states of the target, H hidden, r Markov ra
 of the draft.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from ..modeling_dspark import DSparkDraftModel
 from ..sharing import SharedWeights
-from .features import TargetHead
+from .features import TargetHead, frozen_linear
 
 # Elements of one [chunk, V] tensor: 134 MB in float32.
 CHUNK_ELEMENTS = 2**25
@@ -45,6 +46,8 @@ class SlotBatch:
             the label of at least one slot.
         sources (`torch.Tensor` [N]): which of them belongs to each slot, ascending.
         labels (`torch.Tensor` [N]): draft-vocabulary ids; -1 for a token outside it.
+        normalisers (`torch.Tensor` [M], *optional*): logsumexp of the target's logits over its whole vocabulary; with
+            them the target's head needs the draft's columns only.
     """
 
     hidden: torch.Tensor
@@ -52,6 +55,7 @@ class SlotBatch:
     target_hidden: torch.Tensor
     sources: torch.Tensor
     labels: torch.Tensor
+    normalisers: torch.Tensor | None = None
 
 
 def fused_token_loss(
@@ -69,7 +73,8 @@ def fused_token_loss(
     Args:
         draft (`DSparkDraftModel`): for its head, Markov output table and vocabulary; the head stays frozen.
         shared (`SharedWeights`): the head to use, from `draft.shared_weights(target)`.
-        target_head (`TargetHead`): the target's own output head.
+        target_head (`TargetHead`): the target's own output head; its `columns` of the draft's tokens where the slots
+            bring normalisers.
         slots (`SlotBatch`): the slots.
         ce_weights, l1_weights (`torch.Tensor` [N]): factor of each slot's terms in the loss, denominators included.
         chunk_size (`int`, *optional*): slots per chunk; by default so many that a [chunk, V] tensor takes 134 MB.
@@ -118,6 +123,7 @@ class _FusedTokenLoss(torch.autograd.Function):
         mixed = torch.is_autocast_enabled(hidden.device.type)
         dtype = torch.get_autocast_dtype(hidden.device.type) if mixed else hidden.dtype
         table = None if markov is None else markov.to(dtype)
+        terms = replace(terms, shared=_in_precision(terms.shared, dtype))
         sources = slots.sources.tolist()  # host copy, once: where each chunk's states begin and end
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, count, terms.chunk_size):
@@ -131,7 +137,9 @@ class _FusedTokenLoss(torch.autograd.Function):
                     del bias
                 states = slice(sources[start], sources[min(start + terms.chunk_size, count) - 1] + 1)
                 target, outside = _target_probabilities(
-                    terms.target_head(slots.target_hidden[states]), draft.draft_to_target
+                    terms.target_head(slots.target_hidden[states]),
+                    draft.draft_to_target,
+                    None if slots.normalisers is None else slots.normalisers[states, None],
                 )
                 which = slots.sources[chunk] - states.start
                 cross_entropy[chunk], distance[chunk], gradient = _chunk_terms(
@@ -183,14 +191,27 @@ class _Gradients:
         self.hidden[chunk] = (gradient.to(device=weight.device, dtype=weight.dtype) @ weight).to(self.hidden.device)
 
 
+def _in_precision(shared: SharedWeights, dtype: torch.dtype) -> SharedWeights:
+    """`shared` with a float32 head, as a draft in training stores its own, in `dtype`."""
+    if type(shared.head) is not nn.Linear or shared.head.weight.dtype is not torch.float32 or dtype is torch.float32:
+        return shared
+    weight, bias = shared.head.weight, shared.head.bias
+    return replace(shared, head=frozen_linear(weight.to(dtype), None if bias is None else bias.to(dtype)))
+
+
 def _target_probabilities(
-    logits: torch.Tensor, draft_to_target: torch.Tensor | None
+    logits: torch.Tensor, draft_to_target: torch.Tensor | None, normaliser: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's probabilities [m, V_draft] of the draft's tokens and their rest [m]; overwrites `logits` [m, V]."""
-    normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    if draft_to_target is None:
-        return logits.sub_(normaliser).exp_(), logits.new_zeros(logits.shape[0])
-    probabilities = logits[:, draft_to_target].sub_(normaliser).exp_()
+    """The target's probabilities [m, V_draft] of the draft's tokens and their rest [m]; overwrites `logits`.
+
+    `logits` are [m, V], or [m, V_draft] where the `normaliser` [m, 1] of all V is given.
+    """
+    if normaliser is None:
+        normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        if draft_to_target is None:
+            return logits.sub_(normaliser).exp_(), logits.new_zeros(logits.shape[0])
+        logits = logits[:, draft_to_target]
+    probabilities = logits.sub_(normaliser).exp_()
     return probabilities, (1.0 - probabilities.sum(-1)).clamp(min=0.0)
 
 

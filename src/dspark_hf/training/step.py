@@ -41,6 +41,8 @@ class TrainingStep(nn.Module):
         settings (`LossSettings`): weights of the objective.
         num_anchors (`int`): A, blocks per row.
         chunk_size (`int`, *optional*): as in `fused_token_loss`.
+        target_columns (`TargetHead`, *optional*): the head of a reduced draft vocabulary alone; takes the place of
+            `target_head` in batches that bring normalisers.
 
     Raises:
         ValueError: for a draft in the 1+N layout, whose anchor slot drafts nothing.
@@ -55,6 +57,7 @@ class TrainingStep(nn.Module):
         *,
         num_anchors: int = 512,
         chunk_size: int | None = None,
+        target_columns: TargetHead | None = None,
     ):
         super().__init__()
         if not draft.config.sample_from_anchor:
@@ -69,6 +72,7 @@ class TrainingStep(nn.Module):
         self.shared, self.target_head = shared, target_head
         self.settings, self.num_anchors, self.chunk_size = settings, num_anchors, chunk_size
         self.register_buffer("draft_ids", _draft_ids(draft), persistent=False)
+        self.target_columns = target_columns
 
     def forward(
         self,
@@ -79,6 +83,7 @@ class TrainingStep(nn.Module):
         target_hidden: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         segment_ids: torch.Tensor | None = None,
+        normalisers: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Loss and metric sums of a batch.
 
@@ -88,6 +93,7 @@ class TrainingStep(nn.Module):
             context_hidden (`torch.Tensor` [R, T, taps·H_target]): tapped states of all tokens.
             target_hidden (`torch.Tensor` [R, T, H_target]): final normed states of all tokens.
             position_ids, segment_ids (`torch.Tensor` [R, T], *optional*): for packed rows.
+            normalisers (`torch.Tensor` [R, T], *optional*): from `FeatureCache`; with `target_columns`.
 
         Returns:
             `loss` [], and the sums of `metric_sums` together with those of the loss terms, all detached.
@@ -109,14 +115,14 @@ class TrainingStep(nn.Module):
         embeddings, latents = self._markov(blocks, hidden)
 
         weights = slot_weights(blocks.supervised, self.settings.decay)
-        slots, index = self._supervised(blocks, hidden, latents, target_hidden)
+        slots, index = self._supervised(blocks, hidden, latents, target_hidden, normalisers)
         kept = weights.flatten()[index]
         ce_kept = kept * (slots.labels >= 0)
         totals, processes = self._totals(torch.stack([kept.sum(), ce_kept.sum()]))
         loss, cross_entropy, distance = fused_token_loss(
             self.draft,
             self.shared,
-            self.target_head,
+            self.target_head if slots.normalisers is None else self.target_columns,
             slots,
             ce_weights=ce_kept * (self.settings.ce * processes / (totals[1] + EPSILON)),
             l1_weights=kept * (self.settings.l1 * processes / (totals[0] + EPSILON)),
@@ -174,7 +180,9 @@ class TrainingStep(nn.Module):
         embeddings = head.markov_w1(blocks.previous_ids.clamp(max=self.draft.config.vocab_size - 1))
         return embeddings, teacher_forced_latents(head, embeddings, hidden)
 
-    def _supervised(self, blocks: Blocks, hidden, latents, target_hidden) -> tuple[SlotBatch, torch.Tensor]:
+    def _supervised(
+        self, blocks: Blocks, hidden, latents, target_hidden, normalisers
+    ) -> tuple[SlotBatch, torch.Tensor]:
         """The supervised slots, ordered by the state their label follows, and their numbers [N] among all R·A·K."""
         rows, length, width = target_hidden.shape
         index = blocks.supervised.flatten().nonzero().squeeze(1)
@@ -191,6 +199,7 @@ class TrainingStep(nn.Module):
             target_hidden=target_hidden.reshape(rows * length, width)[states],
             sources=sources,
             labels=labels if self.draft_ids is None else self.draft_ids[labels],
+            normalisers=None if normalisers is None else normalisers.flatten()[states],
         )
         return slots, index
 

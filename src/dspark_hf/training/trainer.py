@@ -29,6 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..modeling_dspark import DSparkDraftModel
 from . import checkpointing
 from .data import ResponseRows, collate, row_uniforms
+from .feature_cache import FeatureCache
 from .features import TargetFeatures
 from .muon import MuonAdamW
 from .objective import LossSettings, metrics_from_sums
@@ -47,6 +48,7 @@ class DSparkTrainingArguments(TrainingArguments):
         loss_decay (`float`): slots over which a slot's weight falls by e; 0 weighs all alike.
         loss_chunk_size (`int`, *optional*): slots whose logits exist at once; chosen by memory if unset.
         muon (`bool`): Muon for the draft's matrices and AdamW for the rest (`muon.py`), in place of `optim`.
+        feature_cache_bytes (`int`): memory for target features of rows seen before (`feature_cache.py`).
     """
 
     num_anchors: int = field(default=512, metadata={"help": "Blocks per row and step."})
@@ -56,6 +58,7 @@ class DSparkTrainingArguments(TrainingArguments):
     loss_decay: float = field(default=4.0, metadata={"help": "Slots over which a slot's weight falls by e."})
     loss_chunk_size: int | None = field(default=None, metadata={"help": "Slots whose logits exist at once."})
     muon: bool = field(default=False, metadata={"help": "Muon for the draft's matrices, AdamW for the rest."})
+    feature_cache_bytes: int = field(default=0, metadata={"help": "Memory for target features of rows seen before."})
 
     def __post_init__(self):
         # Rows carry more than the step's own arguments, and every trained parameter takes part in every step.
@@ -102,6 +105,10 @@ class DSparkTrainer(Trainer):
         features = TargetFeatures(target, draft.config.target_layer_ids, args.device)
         if any(rows is not None and rows.packing for rows in (train_dataset, eval_dataset)):
             features.check_packing()
+        if args.feature_cache_bytes < 0:
+            raise ValueError(f"`feature_cache_bytes` must not be negative, got {args.feature_cache_bytes}.")
+        cache_bytes, vocabulary = args.feature_cache_bytes, draft.draft_to_target
+        columns = features.head.columns(vocabulary) if cache_bytes and vocabulary is not None else None
         draft.train()
         step = TrainingStep(
             draft.to(args.device),
@@ -110,8 +117,10 @@ class DSparkTrainer(Trainer):
             args.loss_settings,
             num_anchors=args.num_anchors,
             chunk_size=args.loss_chunk_size,
+            target_columns=columns,
         )
         self.draft, self.features = draft, features
+        self.cache = FeatureCache(features, cache_bytes, columns is not None) if cache_bytes else None
         self._sums: dict[str, dict[str, torch.Tensor]] = {"train": {}, "eval": {}}
         self._saving = False
         super().__init__(
@@ -141,13 +150,14 @@ class DSparkTrainer(Trainer):
         rows, length = inputs.pop("rows"), inputs["input_ids"].shape[1]
         number = self.state.global_step if model.training else _EVALUATION_STEP
         uniforms = row_uniforms(rows, length - 1, seed=self.args.seed, step=number)
-        context_hidden, target_hidden = self.features(inputs["input_ids"], inputs.get("position_ids"))
-        outputs = model(
-            uniforms=uniforms.to(context_hidden.device),
-            context_hidden=context_hidden,
-            target_hidden=target_hidden,
-            **inputs,
-        )
+        lengths, position_ids = inputs.pop("lengths").tolist(), inputs.get("position_ids")
+        if self.cache is None:
+            features = self.features(inputs["input_ids"], position_ids)
+        else:
+            keys = [(model.training, row) for row in rows.tolist()]
+            features = self.cache(keys, inputs["input_ids"], inputs["loss_mask"], lengths, position_ids)
+        names = ("context_hidden", "target_hidden", "normalisers")
+        outputs = model(uniforms=uniforms.to(features[0].device), **dict(zip(names, features)), **inputs)
         loss = outputs.pop("loss")
         sums = self._sums["train" if model.training else "eval"]
         for name, value in outputs.items():
