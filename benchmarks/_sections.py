@@ -295,6 +295,36 @@ def thresholds(name: str, report: Report, charts: Charts) -> list[str]:
     return [f"## Confidence thresholds: `{name}.json`", machine, images, markdown_table(header, rows)]
 
 
+def acceptance(name: str, report: Report, charts: Charts) -> list[str]:
+    """Tau by source of prompts, greedy and sampled, and what is accepted up to each slot."""
+    ways: dict[tuple[str, float], dict[str, dict]] = {}  # results by draft and temperature, then by source
+    for result in report["results"]:
+        ways.setdefault((result["draft"], result["temperature"]), {})[result["source"]] = result
+    names = [f"{draft}, {f'temperature {heat:g}' if heat else 'greedy'}" for draft, heat in ways]
+    *sources, whole = next(iter(ways.values()))
+    rows = [[source, *(f"{found[source]['tau']:.2f}" for found in ways.values())] for source in sources]
+    rows.append(["mean of the sets", *(f"{found[whole]['mean_of_sources']:.2f}" for found in ways.values())])
+    rows.append(["all rounds together", *(f"{found[whole]['tau']:.2f}" for found in ways.values())])
+    shares = {name: found[whole]["acceptance_by_position"] for name, found in zip(names, ways.values(), strict=True)}
+    width = max(map(len, shares.values()))
+    slots = [[name, *(f"{p:.2f}" for p in ps), *[""] * (width - len(ps))] for name, ps in shares.items()]
+    series = {name: _conditional(ps) for name, ps in shares.items()}
+    charts[f"{name}.svg"] = lines("Share accepted at a slot, of the blocks accepted up to it", series, "slot", top=1.0)
+    arguments = report["arguments"]
+    text = (
+        f"{report['target']}, {arguments['dtype']}, up to {arguments['max_new_tokens']} new tokens, whole blocks "
+        f"verified: tokens a row and round (tau), then the share of blocks accepted up to a slot and with it, over all "
+        f"prompts ({next(iter(ways.values()))[whole]['prompts']}, {arguments['limit']} of each set)."
+    )
+    return [
+        f"## Acceptance: `{name}.json`",
+        text,
+        markdown_table(["prompts", *names], rows),
+        markdown_table(("accepted up to slot", *(str(slot) for slot in range(1, width + 1))), slots),
+        f"![acceptance by slot](measured/{name}.svg)",
+    ]
+
+
 def calibration(name: str, report: Report, charts: Charts) -> list[str]:
     """What `dspark-hf calibrate` reports: the running product of the confidences against what was accepted."""
     setting = report["setting"]
@@ -378,6 +408,7 @@ SECTIONS = {
     "bench": bench,
     "scaling": scaling,
     "free_draft": free_draft,
+    "acceptance": acceptance,
     "load": load,
     "thresholds": thresholds,
     "calibration": calibration,

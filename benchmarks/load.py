@@ -17,9 +17,11 @@ Machines change speed from minute to minute, by more than the differences at sta
 cost table too, measured at the end with all its points taking turns: what their rounds, and plain decoding's steps,
 would have taken on a steady machine ("by table", without prompts and the loop's own overhead).
 
-*Scheduling* is the time spent deciding, as a share of the rounds. The defaults take about ten minutes on two CPU cores
-with a model of 135 million parameters; `--rows`, `--domains` and `--max-new-tokens` make it shorter, `--repeats` and
-`--limit` steadier.
+The same prompts are answered at every number of rows that they suffice for, since verify lengths differ from prompt to
+prompt by more than from load to load.
+
+*Scheduling* is the time spent deciding, as a share of the rounds. `--limit`, `--rows`, `--domains` and
+`--max-new-tokens` make it shorter, `--repeats` and `--limit` steadier.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_common_arguments(parser)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="R", help="batch sizes")
-    parser.add_argument("--limit", type=int, default=1, metavar="N", help="batches of each domain (single prompts: 2N)")
+    parser.add_argument("--limit", type=int, default=8, metavar="N", help="prompts of each domain, at least a batch")
     parser.add_argument("--repeats", type=int, default=1, metavar="N")
     parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence rule; default: 0.5")
     parser.add_argument("--table-seconds", type=float, default=40.0, metavar="S", help="to measure the cost table")
@@ -134,9 +136,9 @@ def new_report(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def batches_of(args: argparse.Namespace, target: PreTrainedModel, prompts: dict, rows: int, limit: int) -> list[Batch]:
-    """`limit` batches of each domain."""
+    """The first `limit` prompts of each domain in batches of `rows`, at least one."""
     pad = target.generation_config.pad_token_id or 0
-    chosen = {domain: ids[: rows * limit] for domain, ids in prompts.items()}
+    chosen = {domain: ids[: rows * max(1, limit // rows)] for domain, ids in prompts.items()}
     return [batch.to(target.device) for batch in make_batches(chosen, rows, pad)]
 
 
@@ -152,7 +154,7 @@ def measure(
         Setting(THROUGHPUT, block),
     ]
     runner = Runner(args, target, draft)
-    batches = batches_of(args, target, prompts, rows, args.limit * (2 if rows == 1 else 1))
+    batches = batches_of(args, target, prompts, rows, args.limit)
     for setting in settings:  # first use: self-check, cost table, kernels of new shapes
         runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=min(8, args.max_new_tokens))
     measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
@@ -207,7 +209,7 @@ def reckon(table: ThroughputProfile, result: dict[str, Any], measurements: list[
         for event in run.stats.round_events:
             count = len(event.rows)
             seconds += table.verify_seconds(count + sum(event.verify_lengths), count, context)
-            seconds += table.draft_seconds(count) if any(event.drafted) else 0.0
+            seconds += table.draft_seconds(count, len(event.drafted[0])) if any(event.drafted) else 0.0
     return {"tokens_per_second_by_table": tokens / seconds}
 
 

@@ -27,7 +27,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add_common_arguments(parser)
     parser.add_argument("--rows", type=int, default=8, metavar="R", help="prompts of a batch; default: 8")
-    parser.add_argument("--limit", type=int, default=1, metavar="N", help="batches of each domain; default: 1")
+    parser.add_argument("--limit", type=int, default=8, metavar="N", help="prompts of each domain, at least a batch")
     parser.add_argument("--thresholds", nargs="+", type=float, default=list(THRESHOLDS), metavar="C")
     parser.add_argument("--rule", default="confidence", choices=("confidence", "survival"), help="per slot, or product")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the sweep (needs matplotlib)")

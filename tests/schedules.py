@@ -31,7 +31,7 @@ class KnownCost:
     def plain_seconds(self, rows: int = 1, context: int = 0) -> float:
         return self.seconds(rows, rows)
 
-    def draft_seconds(self, rows: int = 1) -> float:
+    def draft_seconds(self, rows: int = 1, tokens: int = 0) -> float:
         return self.draft
 
 

@@ -71,6 +71,8 @@ def test_reduced_vocabulary_and_sliding_layers_in_the_speculators_packaging(tmp_
     assert config["speculators_config"]["verifier"]["name_or_path"] == "nobody/target"
     with pytest.raises(ValueError, match="cannot express: a sliding window counted from each slot"):
         write_speculators(sliding_draft(sliding_window_per_slot=True), tmp_path / "other")
+    with pytest.raises(ValueError, match="cannot express: a reduced `draft_vocab_size` without a stored head"):
+        write_speculators(sliding_draft(draft_vocab_size=20, stores_head=False), tmp_path / "other")
 
 
 def test_borrowed_vocabulary_stays_borrowed_or_is_taken_from_the_target(tmp_path):

@@ -9,6 +9,7 @@ from golden_set import golden
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import acceptance  # noqa: E402
 import load  # noqa: E402
 import thresholds  # noqa: E402
 
@@ -52,6 +53,27 @@ def test_load(tiny_pair, prompts, tmp_path, capsys):
     assert {point["rows"] for point in report["table"]["verify_points"]} == {1, 2}
     assert len(report["verdicts"]) == 2 * 4 * 2 + 2 + 1 + 1
     assert "scheduling takes" in capsys.readouterr().out
+
+
+def test_acceptance(tiny_pair, prompts, tmp_path, capsys):
+    output = tmp_path / "acceptance.json"
+    target, draft = map(str, tiny_pair)
+    flags = ["--target", target, "--draft", draft, "--beside", draft, "--prompts", str(prompts), "--rows", "2"]
+    flags += ["--sources", "gsm8k", "mt-bench", "--limit", "3", "--dtype", "float32", "--max-new-tokens", "10"]
+    acceptance.main([*flags, "--output", str(output)])
+    text = output.read_text()
+    assert str(tmp_path) not in text and target not in text and draft not in text
+    results = json.loads(text)["results"]
+    ways = [(result["temperature"], result["source"]) for result in results]
+    assert ways == [(heat, source) for heat in (0.0, 1.0) for source in ("gsm8k", "mt-bench", "all")] * 2
+    greedy = [result for result in results if result["temperature"] == 0.0]
+    assert [result["tau"] for result in greedy[:3]] == [result["tau"] for result in greedy[3:]], "the same draft"
+    first, second, whole = greedy[:3]
+    assert min(first["tau"], second["tau"]) <= whole["tau"] <= max(first["tau"], second["tau"])
+    assert whole["mean_of_sources"] == pytest.approx((first["tau"] + second["tau"]) / 2)
+    assert whole["prompts"] == 8 and whole["tau"] > 1  # whole batches: a short last one is filled up
+    assert whole["tau"] == pytest.approx(1 + sum(whole["acceptance_by_position"]))
+    assert "mean of sources" in capsys.readouterr().out
 
 
 def test_prompts_of_a_domain_take_turns():

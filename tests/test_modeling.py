@@ -479,6 +479,31 @@ def test_borrowed_weights_are_the_targets_and_are_not_kept():
     close(model.draft_block(*arguments, shared=shared).logits, block.logits)
 
 
+def test_a_reduced_vocabulary_borrows_its_rows_of_the_head():
+    reduced = {"draft_vocab_size": 20, "stores_embedding": False}
+    model, lender, tokens = draft(**reduced, stores_head=False), target(), torch.arange(3, 43, 2)
+    owner = draft(**reduced, stores_head=True)
+    owner.load_state_dict(model.state_dict(), strict=False)
+    for each in (model, owner):
+        each.d2t.copy_(tokens - torch.arange(20))
+    owner.lm_head.weight.data.copy_(lender.lm_head.weight[tokens])
+    assert "lm_head.weight" not in model.state_dict()
+    arguments = (context(2, 4), torch.tensor([7, 8]), torch.arange(9).expand(2, -1))
+    shared = model.shared_weights(lender)
+    close(model.draft_block(*arguments, shared=shared).logits, owner.draft_block(*arguments, shared=shared).logits)
+    assert model.shared_weights(lender).head is shared.head, "taken once"
+    assert not shared.head.weight.requires_grad
+    other = target(seed=4)
+    assert torch.equal(model.shared_weights(other).head.weight, other.lm_head.weight[tokens])
+    assert model.shared_weights(lender).head is shared.head, "one for each target"
+    with torch.no_grad():
+        lender.lm_head.weight.mul_(2.0)
+    again = model.shared_weights(lender).head.weight
+    assert torch.equal(again, lender.lm_head.weight[tokens]), "the target has been trained since"
+    model.d2t.add_(1)
+    assert torch.equal(model.shared_weights(lender).head.weight, lender.lm_head.weight[tokens + 1])
+
+
 @pytest.mark.parametrize("missing", ["stores_embedding", "stores_head"])
 def test_without_shared_weights_the_missing_part_is_named(missing):
     model = draft(**{missing: False})
@@ -614,7 +639,6 @@ def test_shared_weights_can_be_made_by_hand():
         ({"block_size": 0}, "`block_size` must be a positive integer"),
         ({"block_size": 1, "sample_from_anchor": False}, "`block_size` must be at least 2"),
         ({"draft_vocab_size": 60}, "`draft_vocab_size` .* larger"),
-        ({"draft_vocab_size": 20, "stores_head": False}, "`stores_head` must be true"),
         ({"num_key_value_heads": 3}, "must divide `num_attention_heads`"),
         ({"layer_types": ["full_attention"]}, "`layer_types` has 1 entries"),
         ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` must be a positive integer"),

@@ -110,6 +110,9 @@ def test_reduced_vocabulary(tmp_path):
     expected = block(draft).logits
     embedding = packagings.SharedWeights(embedding=draft.embed_tokens.weight, head=None)
     torch.testing.assert_close(block(loaded, embedding).logits, expected, atol=1e-5, rtol=0)
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match="no `lm_head.weight`"):
+        DSparkDraftModel.from_pretrained(write(tmp_path / "headless", config, tensors))
 
 
 @pytest.mark.parametrize("context", [4, 9, 20])

@@ -78,7 +78,7 @@ class AppendixCost(KnownCost):
     def seconds(self, tokens, rows):
         return 1.0 / STEPS.get(tokens, 0.45)
 
-    def draft_seconds(self, rows=1):
+    def draft_seconds(self, rows=1, tokens=0):
         return 0.0
 
 

@@ -111,6 +111,7 @@ def test_check_notices_changed_figures_and_leftovers(measured, tmp_path, capsys)
 
 
 def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
+    import acceptance
     import generate
     import gpu
     import load
@@ -125,6 +126,7 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     load.main([*pair, *small, *flags, "--output", str(results / "b.json")])
     flags = ["--rows", "2", "--thresholds", "0", "0.5"]
     thresholds.main([*pair, *small, *flags, "--output", str(results / "c.json")])
+    acceptance.main([*pair, "--dtype", "float32", "--rows", "2", "--output", str(results / "e.json")])
     flags = ["--shapes", "tiny", "--device", "cpu", "--context", "8", "--new-tokens", "8", "--samples", "1"]
     gpu.main([*flags, "--rows", "1", "--sections", "rounds", "--output", str(results / "d.json")])
     flags = ["--no-save", "--report", str(results), "--dtype", "float32", "--max-new-tokens", "24"]
@@ -133,8 +135,8 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     for name, stored in report.load_reports(results).items():
         parts = report.SECTIONS[report.kind_of(stored)](name, stored, charts)
         assert f"`{name}.json`" in parts[0] and any(part.startswith("| ") for part in parts), name
-    assert set(report.load_reports(results)) == {"a", "b", "c", "d", "calibration"}
-    wanted = {"b-verified.svg", "c-acceptance_rate.svg", "c-tokens_per_step.svg", "calibration.svg"}
+    assert set(report.load_reports(results)) == {"a", "b", "c", "d", "e", "calibration"}
+    wanted = {"e.svg", "b-verified.svg", "c-acceptance_rate.svg", "c-tokens_per_step.svg", "calibration.svg"}
     assert wanted <= set(charts) and all(chart.startswith("<svg") for chart in charts.values())
 
 

@@ -82,7 +82,7 @@ def trained(request, tmp_path_factory):
     folder, target = tmp_path_factory.mktemp(request.param), targets.build(request.param, "sdpa")
     trainer = make_trainer(folder, target, max_steps=200, save_strategy="steps", save_steps=100, save_total_limit=1)
     trainer.train()
-    export_draft(trainer.draft, folder / "draft", dtype=torch.float32)
+    export_draft(trainer.draft, folder / "draft", dtype=torch.float32, target=target)
     return target, trainer, folder
 
 
@@ -144,7 +144,7 @@ def test_a_standalone_export_is_accepted_by_the_deepspec_writer(trained, tmp_pat
     target, trainer, _ = trained
     if trainer.draft.config.backbone != "qwen3":
         pytest.skip("the layout has no place for this family's draft")
-    export_draft(trainer.draft, tmp_path / "standalone", dtype=torch.float32, target=target)
+    export_draft(trainer.draft, tmp_path / "standalone", dtype=torch.float32, target=target, standalone=True)
     draft = DSparkDraftModel.from_pretrained(tmp_path / "standalone")
     write_deepspec(draft, tmp_path / "deepspec")
     config, reader = load_checkpoint_config(tmp_path / "deepspec")
@@ -185,6 +185,31 @@ def reduced_trainer(folder, target, **options):
     set_vocabulary(trainer.draft, target, torch.arange(20, 80))
     args, rows = trainer.args, trainer.train_dataset
     return DSparkTrainer(trainer.draft, target, args, rows, rows)
+
+
+def test_head_rows_of_a_reduced_vocabulary_are_left_to_the_target(tmp_path):
+    target = targets.build("qwen3", "sdpa")
+    options = {"max_steps": 2, "draft_options": {"draft_vocab_size": 60}}
+    trainer = reduced_trainer(tmp_path / "run", target, **options)
+    trainer.train()
+    folders = [tmp_path / name for name in ("lean", "standalone", "own head")]
+    for folder in folders[:2]:
+        export_draft(trainer.draft, folder, dtype=torch.float32, target=target, standalone=folder.name != "lean")
+    assert trainer.draft.config.stores_head and trainer.draft.lm_head is not None  # the exported copy is another draft
+    trainer.draft.lm_head.weight.data[0] += 1.0
+    export_draft(trainer.draft, folders[2], dtype=torch.float32, target=target)
+    drafts = [DSparkDraftModel.from_pretrained(folder) for folder in folders]
+    assert [draft.config.stores_head for draft in drafts] == [False, True, True]
+    assert [draft.config.stores_embedding for draft in drafts] == [False, True, False]
+    prompts, plain = prompts_and_responses(target)
+    arguments = {**targets.left_pad(prompts), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    accepted = []
+    for draft in drafts[:2]:
+        with record_generation() as stats:
+            output = target.generate(**arguments, assistant_model=draft)
+        assert output[:, -NEW_TOKENS:].tolist() == plain
+        accepted.append(stats.accepted)
+    assert accepted[0] == accepted[1]
 
 
 def test_seed_decides_everything(tmp_path):
@@ -308,12 +333,13 @@ def test_a_full_disk_loses_no_finished_checkpoint(tmp_path, size):
 
 @LINUX
 def test_a_full_disk_at_the_export_is_an_os_error(tmp_path):
-    draft, _ = new_draft(targets.build("qwen3"), DraftOptions(num_layers=1, mask_token_id=1, markov_rank=4))
+    target = targets.build("qwen3")
+    draft, _ = new_draft(target, DraftOptions(num_layers=1, mask_token_id=1, markov_rank=4))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
         with pytest.raises(OSError, match="the draft could not be written"):
-            export_draft(draft, tmp_path, dtype=torch.float32)
+            export_draft(draft, tmp_path, dtype=torch.float32, target=target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

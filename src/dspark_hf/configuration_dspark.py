@@ -59,7 +59,8 @@ class DSparkConfig(PreTrainedConfig):
         vocab_size (`int`): vocabulary V of the target.
         draft_vocab_size (`int`, *optional*): vocabulary of the proposals; equal to `vocab_size` if unset.
         stores_embedding (`bool`): the checkpoint carries `embed_tokens`; otherwise the target's is borrowed.
-        stores_head (`bool`): the checkpoint carries `lm_head`; otherwise the target's is borrowed.
+        stores_head (`bool`): the checkpoint carries `lm_head`; otherwise the target's is borrowed, of a reduced
+            vocabulary the rows of its tokens.
         block_size (`int`): slots per block, anchor included.
         sample_from_anchor (`bool`): the anchor slot predicts too, so a block drafts `block_size` tokens. `False` is
             the "1+N" layout in which slot k predicts its own position and a block drafts `block_size - 1`.
@@ -226,11 +227,6 @@ class DSparkConfig(PreTrainedConfig):
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` ({self.draft_vocab_size}) is larger than `vocab_size` ({self.vocab_size})."
-            )
-        if self.has_reduced_vocabulary and not self.stores_head:
-            raise ValueError(
-                "`stores_head` must be true with a reduced `draft_vocab_size`: the target's head speaks the full "
-                "vocabulary and cannot be borrowed."
             )
 
     def _validate_rope(self) -> None:

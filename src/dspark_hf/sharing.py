@@ -27,6 +27,8 @@ MAX_VOCABULARY_PADDING = 1024
 # Which targets a draft's stored copies were already compared with. Outside the modules, so that neither deepcopy nor
 # pickle of a draft reaches a target through it.
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Rows of targets' heads that drafts with a reduced vocabulary borrow, copied once: by draft, then by target.
+_rows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,36 @@ def resolve_shared_weights(draft: "DSparkDraftModel", target: nn.Module) -> Shar
             _refuse_meta("output head")
         if isinstance(weight, torch.Tensor) and weight.is_floating_point():
             _check_borrowed("output head", weight, config)
+        if config.has_reduced_vocabulary:
+            head = _head_rows(draft, target, head)
     return SharedWeights(embedding=embedding, head=head)
+
+
+def _head_rows(draft: "DSparkDraftModel", target: nn.Module, head: nn.Module) -> nn.Linear:
+    """The target's head for the draft's tokens alone: a copy, made again when the target's weight has changed."""
+    weight = _resident_weight(head)
+    _check_borrowed("output head", weight, draft.config)
+    state = tuple(
+        (part.data_ptr(), None if part.is_inference() else part._version, part.dtype, part.device)
+        for part in (weight, draft.d2t)
+    )
+    known = _rows.setdefault(draft, weakref.WeakKeyDictionary())
+    if target not in known or known[target][0] != state:
+        taken = (_taken(part, draft.draft_to_target) for part in (weight, head.bias))
+        known[target] = (state, frozen_linear(*taken))
+    return known[target][1]
+
+
+def _taken(part: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor | None:
+    return None if part is None else part.detach()[token_ids.to(part.device)]
+
+
+def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer of these tensors, without gradients."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
 
 
 def _resident_weight(module: nn.Module) -> torch.Tensor | None:
@@ -194,4 +225,11 @@ def target_problem(
     return None
 
 
-__all__ = ["SharedWeights", "resolve_shared_weights", "target_devices", "target_problem", "validate_target"]
+__all__ = [
+    "SharedWeights",
+    "frozen_linear",
+    "resolve_shared_weights",
+    "target_devices",
+    "target_problem",
+    "validate_target",
+]

@@ -7,7 +7,7 @@ here, in a couple of seconds, on the calls that the runtime really makes, and ke
 * verify seconds at a few (rows, tokens per row, context) points, made monotone in the tokens by isotonic regression,
   put on a straight line where they are within noise of one, and read by linear interpolation in tokens per row, rows
   and context, which is exact for a cost that is affine in rows and tokens; beyond the points the last slope continues;
-* draft seconds by rows, treated alike.
+* draft seconds by rows and drafted tokens, treated alike.
 
 A profile is a JSON file under the Hugging Face home, named by a fingerprint of everything that the numbers depend on.
 Measuring takes callables, so nothing here knows a model.
@@ -31,7 +31,7 @@ from .fingerprints import canonical, fingerprint, profile_path
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
 CONTEXT_STEP = 128
 _NOISE = 0.05  # share by which a measurement of a few samples may be off
@@ -50,11 +50,12 @@ class VerifyPoint:
 
 @dataclass(frozen=True)
 class DraftPoint:
-    """Measured: `seconds` of one draft for `rows` rows."""
+    """Measured: `seconds` of one draft of `tokens` tokens (0: a whole block, however long) for `rows` rows."""
 
     rows: int
     seconds: float
     samples: int = 1
+    tokens: int = 0
 
 
 @dataclass
@@ -91,7 +92,10 @@ class ThroughputProfile:
             context: {rows: _Curve.fit(curve) for rows, curve in sorted(by_rows.items())}
             for context, by_rows in sorted(grouped.items())
         }
-        self._draft = _Curve.fit({point.rows: point.seconds for point in self.draft_points})
+        drafts: dict[int, dict[int, float]] = {}
+        for point in self.draft_points:
+            drafts.setdefault(point.tokens, {})[point.rows] = point.seconds
+        self._drafts = {tokens: _Curve.fit(curve) for tokens, curve in sorted(drafts.items())}
         self._tables: dict[tuple[int, int], Tensor] = {}
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -107,9 +111,15 @@ class ThroughputProfile:
         # Beyond the longest context the slope goes on, but noise must not make long contexts cheap.
         return cheap + weight * (dear - cheap) if weight <= 1 else dear + (weight - 1) * max(0.0, dear - cheap)
 
-    def draft_seconds(self, rows: int = 1) -> float:
-        """Seconds of one draft for `rows` rows; 0 where no draft was measured."""
-        return self._draft(rows) if self.draft_points else 0.0
+    def draft_seconds(self, rows: int = 1, tokens: int = 0) -> float:
+        """Seconds of one draft of `tokens` tokens (0: a whole block) for `rows` rows; 0 where none was measured."""
+        if not self._drafts:
+            return 0.0
+        known = list(self._drafts)
+        low, high, weight = _bracket(known, tokens or known[-1])
+        few, many = self._drafts[low](rows), self._drafts[high](rows)
+        # Noise must not make fewer tokens dearer, and beyond a block there is nothing to draft.
+        return few + min(weight, 1.0) * max(0.0, many - few)
 
     def plain_seconds(self, rows: int = 1, context: int = 0) -> float:
         """Seconds of one plain decoding step of `rows` rows."""
@@ -166,11 +176,12 @@ class ThroughputProfile:
     def measure(
         cls,
         verify_fn: Callable[[int, int, int], object],
-        draft_fn: Callable[[int], object] | None = None,
+        draft_fn: Callable[..., object] | None = None,
         *,
         fields: dict | None = None,
         rows: Sequence[int] = (1,),
         tokens_per_row: Sequence[int] = (1, 2, 4, 8),
+        draft_tokens: Sequence[int] = (),
         contexts: Sequence[int] = (256,),
         time_budget: float = 2.5,
         max_samples: int = 5,
@@ -185,9 +196,11 @@ class ThroughputProfile:
 
         Args:
             verify_fn (`Callable`): `verify_fn(num_rows, tokens_per_row, context)` runs one verification step.
-            draft_fn (`Callable`, *optional*): `draft_fn(num_rows)` runs one draft.
+            draft_fn (`Callable`, *optional*): `draft_fn(num_rows)` runs one draft of a whole block, or
+                `draft_fn(num_rows, num_tokens)` one of so many tokens where `draft_tokens` are given.
             fields (`dict`, *optional*): see `fingerprint_fields`.
             rows, tokens_per_row, contexts (`Sequence[int]`): the grid. The first of `rows` and `contexts` matter most.
+            draft_tokens (`Sequence[int]`): lengths of drafts to time, the whole block first.
             time_budget (`float`): seconds. The plain step, the widest step and the draft of the first row count are
                 timed once in any case; after that no call starts that would not fit.
             max_samples (`int`): most samples of a point.
@@ -201,10 +214,10 @@ class ThroughputProfile:
             raise ValueError("rows, tokens_per_row and contexts must each name at least one value.")
         if min(*rows, *tokens_per_row) < 1 or min(contexts) < 0:
             raise ValueError("rows and tokens_per_row must be at least 1, contexts at least 0.")
-        calls = _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn)
+        calls = _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn, draft_tokens)
         samples: dict[tuple, list[float]] = {key: [] for key in calls}
         needed = {("verify", rows[0], width, contexts[0]) for width in (min(tokens_per_row), max(tokens_per_row))}
-        needed.add(("draft", rows[0]))
+        needed.add(("draft", rows[0], *draft_tokens[:1]))
         begin = clock()
         next(iter(calls.values()))()  # the first call of all pays for set-up that no later one repeats
         for sweep in range(max_samples + 1):
@@ -226,13 +239,14 @@ class ThroughputProfile:
         verify, draft = {}, {}
         if profile is not None:
             verify = {(point.rows, point.tokens, point.context): point for point in profile.verify_points}
-            draft = {point.rows: point for point in profile.draft_points}
+            draft = {(point.rows, point.tokens): point for point in profile.draft_points}
         for (kind, count, *rest), taken in samples.items():
             if not taken:
                 continue
             kept = taken[1:] if len(taken) > 2 else [min(taken)]
             if kind == "draft":
-                draft[count] = DraftPoint(count, statistics.median(kept), len(kept))
+                tokens = rest[0] if rest else 0
+                draft[count, tokens] = DraftPoint(count, statistics.median(kept), len(kept), tokens)
             else:
                 width, context = rest
                 point = VerifyPoint(count, count * width, context, statistics.median(kept), len(kept))
@@ -401,7 +415,7 @@ def _at_rows(curves: dict[int, _Curve], tokens: float, rows: int) -> float:
     return few + weight * (many - few) if weight <= 1 else many + (weight - 1) * max(0.0, many - few)
 
 
-def _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn) -> dict[tuple, Callable[[], object]]:
+def _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn, draft_tokens) -> dict[tuple, Callable[[], object]]:
     """The calls to time by key, in the order of a sweep: ends of the curve first, then its middle."""
     widths = sorted(set(tokens_per_row))
     widths = [widths[0], *widths[:0:-1]]
@@ -410,6 +424,6 @@ def _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn) -> dict[tuple, Ca
         for count in dict.fromkeys(rows):
             for width in widths:
                 calls["verify", count, width, context] = lambda c=count, w=width, at=context: verify_fn(c, w, at)
-                if draft_fn is not None:
-                    calls.setdefault(("draft", count), lambda c=count: draft_fn(c))
+                for key in [(count, tokens) for tokens in draft_tokens] or [(count,)] if draft_fn is not None else ():
+                    calls.setdefault(("draft", *key), lambda key=key: draft_fn(*key))
     return calls

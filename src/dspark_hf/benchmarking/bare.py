@@ -80,16 +80,18 @@ class BareForwards:
 
         Args:
             stats (`GenerationStats`): of that run alone.
-            draft_length (`int`): drafted tokens of a round that drafts.
-            constant (`bool`, *optional*, defaults to `True`): rounds verify all of them, but for the last ones before
-                the length limit, whose cost is interpolated. Otherwise a round counts with its own verify length, the
-                mean over its rows, and with no draft where there was none; a width is timed once, as there are many.
+            draft_length (`int`): drafted tokens of a round, at most.
+            constant (`bool`, *optional*, defaults to `True`): rounds draft and verify all of them, but for the last
+                ones before the length limit, whose verification is interpolated. Otherwise a round counts with the
+                length of its own draft, or none, and its own verify length, the mean over its rows; a width is timed
+                once, as there are many.
         """
-        rounds: Counter[tuple[int, int, bool]] = Counter()
+        rounds: Counter[tuple[int, int, int]] = Counter()
         for event in stats.round_events:
             length = round(sum(event.verify_lengths) / len(event.rows))
-            rounds[len(event.rows), length, any(event.drafted)] += 1
-        shapes = dict.fromkeys(("draft", rows, draft_length) for rows, _, drafts in sorted(rounds) if drafts)
+            drafted = max(map(len, event.drafted))
+            rounds[len(event.rows), length, draft_length if drafted and constant else drafted] += 1
+        shapes = dict.fromkeys(("draft", rows, drafted) for rows, _, drafted in sorted(rounds) if drafted)
         widths = {(rows, draft_length if constant else length) for rows, length, _ in rounds}
         shapes |= dict.fromkeys(("target", rows, 1 + length) for rows, length in sorted(widths))
         shapes |= dict.fromkeys(("target", rows, 1) for rows, _, _ in sorted(rounds))
@@ -105,7 +107,7 @@ class BareForwards:
             stats.rounds,
             stats.tau,
             wall=stats.seconds - stats.prefill_seconds,
-            draft=sum(n * cost["draft", rows, draft_length] for (rows, _, drafts), n in rounds.items() if drafts),
+            draft=sum(n * cost["draft", rows, drafted] for (rows, _, drafted), n in rounds.items() if drafted),
             verify=sum(n * verify(rows, length) for (rows, length, _), n in rounds.items()),
             step=sum(n * cost["target", rows, 1] for (rows, _, _), n in rounds.items()),
         )

@@ -66,6 +66,8 @@ def speculators_config(config: DSparkConfig, *, verifier: str | None = None) -> 
             "a sliding window counted from each slot": sliding and config.sliding_window_per_slot,
             "scaled embeddings": config.embedding_scale != 1.0,
             "soft-capped logits": config.final_logit_softcapping is not None,
+            "a reduced `draft_vocab_size` without a stored head": config.has_reduced_vocabulary
+            and not config.stores_head,
             **layer_obstacles(config),
         },
     )

@@ -110,6 +110,8 @@ def _target_vocabulary(tensors: Tensors, decoder) -> int:
 
 
 def _draft_vocabulary(config: dict[str, Any], tensors: Tensors, decoder) -> int:
+    if "d2t" in tensors and "lm_head.weight" not in tensors:
+        raise ValueError("There is `d2t`, a reduced vocabulary, but no `lm_head.weight` for it.")
     for name in ("d2t", "lm_head.weight"):
         if name in tensors:
             return tensors[name].shape[0]

@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     metrics = {} if eval_rows is None else trainer.evaluate()
     if training.should_save:
         dtype = _dtype(args.save_dtype or str(target.dtype).removeprefix("torch."))
-        export_draft(draft, output, dtype=dtype, target=target if args.standalone else None)
+        export_draft(draft, output, dtype=dtype, target=target, standalone=args.standalone)
         _write_record(output, args, trainer, metrics, started)
         print(f"The draft is in {output}.")
     return 0

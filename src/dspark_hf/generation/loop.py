@@ -246,7 +246,7 @@ class DecodingLoop:
 
     def _draft(self, limit: int, context: int, load: int, read: bool = True) -> tuple[DraftRound | None, list | None]:
         """A block for every row and, where the policy needs them now, its confidences on the host."""
-        num_tokens = min(self.settings.num_tokens, limit)
+        num_tokens = min(self.policy.draft_tokens, limit)
         if num_tokens < 1 or not self.policy.wants_draft(self.rows, context, load):
             return None, None
         drafted = self.drafter.draft_round(self.anchors, num_tokens)

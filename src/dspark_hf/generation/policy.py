@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
+from ..draft_width import DraftWidth
 from ..row_values import RowPace, banked_steps, row_values, step_shares
 from ..scheduling import (
     Payoff,
@@ -127,6 +128,11 @@ class ConstantPolicy:
     def __init__(self, settings: Settings):
         self.settings = settings
 
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens to draft in the coming round."""
+        return self.settings.num_tokens
+
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
         """Whether the coming round is drafted; a threshold of 1 would verify nothing of it."""
         return self.settings.schedule == "constant" or self.settings.threshold < 1
@@ -175,12 +181,17 @@ class ThroughputPolicy(ConstantPolicy):
         many = {"allowance": 0.25 + 0.75 / rows, "credit": 1.0, "first_pause": 16}
         self.gate = DraftGate(**many) if rows > 1 else DraftGate()
         self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
-        self.tracker, self.pace = AcceptanceTracker(width), RowPace()
+        self.tracker, self.pace, self.reach = AcceptanceTracker(width), RowPace(), DraftWidth(width)
         self._situation: tuple[int, int, int] | None = None  # rows, load, context in steps of the cost table
         self._closed_at = 0  # rows, those of other calls included, when the gate closed
         self._hopeless = False  # whether not even a perfect draft would pay
         self._budget: int | None = None  # of older rounds, where the cost curve is jagged
         self._round: _Round | None = None  # in progress
+
+    @property
+    def draft_tokens(self) -> int:
+        """As in [`ConstantPolicy`]; the slots that lately were worth drafting."""
+        return self.reach.tokens
 
     def _cost(self, rows: int, context: int, load: int) -> torch.Tensor:
         return self.profile.cost_table(rows * (1 + self.width) + load, rows + load, context)
@@ -227,7 +238,7 @@ class ThroughputPolicy(ConstantPolicy):
                 self.profile.plain_seconds(1, context), self.profile.plain_seconds(len(rows), context), len(rows)
             )
             self._round.values = row_values(self._round.remaining, self.pace.of(rows), *self._round.shares)
-        draft = self.profile.draft_seconds(len(rows))
+        draft = self.profile.draft_seconds(len(rows), width)
         if self.settings.threshold > 0:
             # a cut at slot k uses scores up to k only, so it may narrow what the others choose from
             limits = confidence_lengths(torch.tensor(confidence), self.settings.threshold, limits)
@@ -242,7 +253,19 @@ class ThroughputPolicy(ConstantPolicy):
             result = predict(worth, budget_lengths(worth, stale, limits), **arguments)
         self._round.promised = result.expected_tokens / len(rows)
         kept = torch.arange(width) < result.lengths[:, None]
+        self._round.draft_seconds = draft
+        self._round.savings = self._savings(worth, kept, cost, result, len(rows) + load)
         return Plan(result.lengths.tolist(), len(rows) + float((alive * kept).sum()), result.seconds, plain)
+
+    @staticmethod
+    def _savings(worth: torch.Tensor, kept: torch.Tensor, cost: torch.Tensor, result: Schedule, rows: int) -> list:
+        """Seconds that verifying each slot saves, over all rows: its tokens at today's price, less their cost."""
+        verified = int(kept.sum())
+        if not verified:
+            return [0.0] * kept.shape[1]
+        price = min(float(cost[rows]) / rows, result.seconds / result.expected_tokens)
+        step = float(cost[rows + verified] - cost[rows]) / verified
+        return (kept * (worth * price - step)).sum(0).tolist()
 
     @staticmethod
     def _next_budget(result: Schedule, outlook: Payoff) -> int | None:
@@ -268,6 +291,8 @@ class ThroughputPolicy(ConstantPolicy):
             return
         count, was_open = len(rows), self.gate.is_open
         self.tracker.update(accepted, plan.lengths)
+        whole, one = (self.profile.draft_seconds(count, tokens) for tokens in (self.width, 1))
+        self.reach.observe(now.savings, (whole - one) / max(1, self.width - 1))
         relative = plan.seconds / plan.plain_seconds
         if self.row_gates is None:
             self.gate.observe(float(committed), relative, now.promised)
@@ -276,13 +301,13 @@ class ThroughputPolicy(ConstantPolicy):
             self.pace.update(rows, got)
             worth = 1.0 + sum(value * kept for value, kept in zip(now.values, accepted)) / count
             self.gate.observe(worth, relative, now.promised, banked_steps(now.remaining, got, *now.shares))
-            self._observe_rows(rows, plan, accepted, now.values)
+            self._observe_rows(rows, plan, accepted, now.values, now.draft_seconds)
         if was_open and not self.gate.is_open:
             self._closed_at = sum(self._situation[:2])
 
-    def _observe_rows(self, rows: list[int], plan: Plan, accepted: list[int], values: list[float]) -> None:
+    def _observe_rows(self, rows, plan: Plan, accepted: list[int], values: list[float], draft_seconds: float) -> None:
         """Each row's gate weighs what its verified slots brought against what they cost; the draft is the batch's."""
-        extra = plan.seconds - self.profile.draft_seconds(len(rows)) - plan.plain_seconds
+        extra = plan.seconds - draft_seconds - plan.plain_seconds
         rate = sum(self._situation[:2]) / plan.plain_seconds
         costs = row_costs(plan.lengths, extra, rate)
         for row, kept, value, cost in zip(rows, accepted, values, costs):
@@ -301,3 +326,5 @@ class _Round:
     values: list[float] | None = None
     shares: tuple[float, float] = (1.0, 0.0)
     promised: float = 1.0
+    draft_seconds: float = 0.0
+    savings: list[float] = ()

@@ -150,6 +150,7 @@ def measure_profile(
                 fields=profile_fields(model, draft, path),
                 rows=rows,
                 tokens_per_row=widths,
+                draft_tokens=list(dict.fromkeys((block - 1, min(2, block - 1)))),
                 contexts=contexts,
                 time_budget=time_budget - (time.perf_counter() - began),
                 profile=profile,
@@ -196,10 +197,9 @@ class _Bench:
             drafter.extend(states, index, offsets, torch.zeros_like(positions), tokens_per_row)
         following.tolist()
 
-    def draft_once(self, rows: int) -> None:
+    def draft_once(self, rows: int, num_tokens: int) -> None:
         """One draft behind the context of the last verification."""
-        drafter = self._drafter(rows)
-        drafter.draft_round(self.tokens[:rows, 0], self.width - 1).tokens.tolist()
+        self._drafter(rows).draft_round(self.tokens[:rows, 0], num_tokens).tokens.tolist()
 
     def _drafter(self, rows: int) -> Drafter:
         """The draft's side for `rows` rows, at the present context."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..generation.capture import TapCapture, decoder_layers
+from ..sharing import frozen_linear
 
 _PROBE_TOKENS = 16
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; half precision below
@@ -150,14 +151,6 @@ class TargetFeatures:
             )
 
 
-def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """A linear layer of these tensors, without gradients."""
-    layer = nn.Linear(1, 1, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-    return layer
-
-
 def probe_ids(target: nn.Module) -> torch.Tensor:
     """A row of distinct ordinary token ids [1, 16] on the target's input device: no placeholders of images or sound."""
     configs = (target.config, target.config.get_text_config(decoder=True))
@@ -187,4 +180,4 @@ def embedding_factor(target: nn.Module) -> float:
     return next((value for value in usual if abs(factor / value - 1.0) < 1e-2), round(factor, 4))
 
 
-__all__ = ["TargetFeatures", "TargetHead", "embedding_factor", "frozen_linear", "probe_ids"]
+__all__ = ["TargetFeatures", "TargetHead", "embedding_factor", "probe_ids"]

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..modeling_dspark import DSparkDraftModel
-from ..sharing import SharedWeights
-from .features import TargetHead, frozen_linear
+from ..sharing import SharedWeights, frozen_linear
+from .features import TargetHead
 
 # Elements of one [chunk, V] tensor: 134 MB in float32.
 CHUNK_ELEMENTS = 2**25

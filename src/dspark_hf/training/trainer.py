@@ -261,23 +261,33 @@ class TimeLimit(TrainerCallback):
 
 
 def export_draft(
-    draft: DSparkDraftModel, folder: str | os.PathLike, *, dtype: torch.dtype, target: nn.Module | None = None
+    draft: DSparkDraftModel,
+    folder: str | os.PathLike,
+    *,
+    dtype: torch.dtype,
+    target: nn.Module,
+    standalone: bool = False,
 ) -> None:
-    """Writes a trained draft for use.
+    """Writes a trained draft for use. Head rows of a reduced vocabulary that are the target's are left to the target.
 
     Args:
         draft (`DSparkDraftModel`): the draft; left as it is.
         folder (`str` or `os.PathLike`): where to.
         dtype (`torch.dtype`): of the weights.
-        target (`PreTrainedModel`, *optional*): store copies of its embedding and head as well, as engines that load
-            a draft without its target expect. The folder then holds 2·V·H more numbers.
+        target (`PreTrainedModel`): what it was trained for.
+        standalone (`bool`): store copies of the target's embedding and head, as engines that load a draft without its
+            target expect. The folder then holds up to 2·V·H more numbers.
 
     Raises:
         OSError: when it cannot be written.
     """
     exported = copy.deepcopy(draft).to("cpu", dtype).eval()
     config = exported.config
-    if target is not None:
+    if not standalone and config.has_reduced_vocabulary and exported.lm_head is not None:
+        rows = target.get_output_embeddings().weight.detach().to("cpu", dtype)[exported.draft_to_target]
+        if torch.equal(rows, exported.lm_head.weight):
+            exported.lm_head, config.stores_head = None, False
+    if standalone:
         modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
         for name, module in modules.items():
             if getattr(exported, name) is None:
