@@ -314,7 +314,7 @@ def acceptance(name: str, report: Report, charts: Charts) -> list[str]:
     text = (
         f"{report['target']}, {arguments['dtype']}, up to {arguments['max_new_tokens']} new tokens, whole blocks "
         f"verified: tokens a row and round (tau), then the share of blocks accepted up to a slot and with it, over all "
-        f"prompts ({next(iter(ways.values()))[whole]['prompts']}, {arguments['limit']} of each set)."
+        f"prompts ({next(iter(ways.values()))[whole]['prompts']}, at most {arguments['limit']} of each set)."
     )
     return [
         f"## Acceptance: `{name}.json`",

@@ -51,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = read_prompts(
         args.prompts, lambda: AutoTokenizer.from_pretrained(args.target), sources=args.sources, limit=args.limit
     )
-    batches = make_batches(prompts, args.rows, target.generation_config.pad_token_id or 0)
+    pad = target.generation_config.pad_token_id or 0
+    parts = [
+        (source, ids[start : start + args.rows])
+        for source, ids in prompts.items()
+        for start in range(0, len(ids), args.rows)
+    ]
+    batches = [batch for source, ids in parts for batch in make_batches({source: ids}, len(ids), pad)]
     report = new_report("acceptance", args)
     del report["arguments"]["beside"]  # places
     report["results"] = []

@@ -71,8 +71,10 @@ def test_acceptance(tiny_pair, prompts, tmp_path, capsys):
     first, second, whole = greedy[:3]
     assert min(first["tau"], second["tau"]) <= whole["tau"] <= max(first["tau"], second["tau"])
     assert whole["mean_of_sources"] == pytest.approx((first["tau"] + second["tau"]) / 2)
-    assert whole["prompts"] == 8 and whole["tau"] > 1  # whole batches: a short last one is filled up
-    assert whole["tau"] == pytest.approx(1 + sum(whole["acceptance_by_position"]))
+    sources = [json.loads(line)["source"] for line in prompts.read_text().splitlines()]
+    assert whole["prompts"] == sum(min(3, sources.count(source)) for source in ("gsm8k", "mt-bench"))
+    assert whole["tau"] > 1
+    assert len(whole["acceptance_by_position"]) == 7 and whole["acceptance_by_position"][0] > 0.3
     assert "mean of sources" in capsys.readouterr().out
 
 
