@@ -17,7 +17,12 @@ from targets import build, clear_prompts, plain_greedy
 
 from dspark_hf.fingerprints import fingerprint
 from dspark_hf.generation import profiling
+from dspark_hf.generation.capability import verification_path
+from dspark_hf.generation.capture import decoder_layers
+from dspark_hf.generation.masks import swapped_attention
 from dspark_hf.generation.profiling import measure_profile, profile_fields, profile_for, save_profile
+from dspark_hf.generation.ragged_cache import RaggedCache, new_dynamic_cache
+from dspark_hf.generation.verifier import Verifier, attention_configs
 from dspark_hf.throughput import ThroughputProfile
 
 
@@ -183,6 +188,22 @@ def test_two_threads_measure_once(home, monkeypatch):
     for thread in threads:
         thread.join()
     assert len(calls) == 1 and found[0] is found[1] is found[2]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_another_threads_verification_is_not_taken_for_a_setting(home, attention):
+    """While one thread verifies, the target's attention is swapped; another one's call must not see that."""
+    target, draft = build("qwen3", attention), pair()[1]
+    wanted = verification_path(target), profile_for(target, draft, "packed", 1, 9)
+    fields = profile_fields(target, draft, "packed")
+    cache = RaggedCache(new_dynamic_cache(target.config), [0], 8)
+    with swapped_attention(attention_configs(decoder_layers(target))):
+        assert target.config._attn_implementation != attention
+        found = verification_path(target), profile_for(target, draft, "packed", 1, 9)
+        assert found[0] == wanted[0] and found[1] is wanted[1]
+        assert profile_fields(target, draft, "packed") == fields
+        verifier = Verifier(target, decoder_layers(target), cache, "rectangular", None)
+    assert verifier.delegate == attention and not verifier.swaps
 
 
 def test_profiles_keep_no_model_alive(home):

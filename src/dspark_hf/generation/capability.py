@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from .._compat import CACHE_KEY
 from .capture import decoder_layers
+from .masks import original_attention
 from .ragged_cache import RaggedCache, new_dynamic_cache
 from .verifier import PACKED, RECTANGULAR, Verifier
 
@@ -41,7 +42,7 @@ def verification_path(model) -> tuple[str, str]:
         "packed", "rectangular", "sequential" or "plain", and the reason why it is not the one before.
     """
     text_config = model.config.get_text_config(decoder=True)
-    setting = (text_config._attn_implementation, model.dtype, model.training)
+    setting = (original_attention(text_config), model.dtype, model.training)
     with _LOCK:
         known = _KNOWN.setdefault(model, {})
         if setting not in known:

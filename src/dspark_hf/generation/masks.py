@@ -76,9 +76,10 @@ _SWAP_LOCK = threading.Lock()
 
 
 def original_attention(config) -> str:
-    """The attention implementation of `config` as the user set it."""
-    entry = _SWAPPED.get(id(config))
-    return entry[1] if entry is not None else config._attn_implementation
+    """The attention implementation of `config` as the user set it, while another thread may hold it swapped."""
+    with _SWAP_LOCK:
+        entry = _SWAPPED.get(id(config))
+        return entry[1] if entry is not None else config._attn_implementation
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from ..throughput import ThroughputProfile
 from .capability import verification_path
 from .capture import TapCapture, decoder_layers
 from .drafter import Drafter
+from .masks import original_attention
 from .ragged_cache import RaggedCache, new_dynamic_cache
 from .verifier import PACKED, RECTANGULAR, Verifier
 
@@ -44,7 +45,8 @@ def profile_for(model, draft, path: str, rows: int, context: int) -> ThroughputP
         rows (`int`): Rows that the call decodes at once.
         context (`int`): Tokens that it has cached by then.
     """
-    key = (path, model.config.get_text_config(decoder=True)._attn_implementation, torch.get_num_threads(), model.dtype)
+    attention = original_attention(model.config.get_text_config(decoder=True))
+    key = (path, attention, torch.get_num_threads(), model.dtype)
     profile = _IN_USE.get(draft, {}).get(model, {}).get(key)
     if profile is not None and profile.covers(rows, context):
         return profile
@@ -92,7 +94,8 @@ def _batched_path(model) -> str:
 
 def profile_fields(model, draft, path: str) -> dict:
     """What a pair's cost table is filed under."""
-    return fingerprint_fields(model, draft) | {"path": path}
+    # another thread may be verifying, its attention swapped
+    return fingerprint_fields(model, draft) | {"path": path, "attention": original_attention(model.config)}
 
 
 def save_profile(profile: ThroughputProfile) -> Path | None:

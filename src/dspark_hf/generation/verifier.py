@@ -8,7 +8,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._compat import CACHE_KEY
 from ..ops import on_device
 from .capture import TapCapture
-from .masks import ATTENTION_NAME, MaskBuilder, VerifyStep, ragged_mask, swapped_attention, verifying
+from .masks import (
+    ATTENTION_NAME,
+    MaskBuilder,
+    VerifyStep,
+    original_attention,
+    ragged_mask,
+    swapped_attention,
+    verifying,
+)
 from .packed_attention import packed_attention
 from .ragged_cache import RaggedCache
 
@@ -35,9 +43,11 @@ class Verifier:
         self.model, self.cache, self.path = model, cache, path
         self.masks = MaskBuilder(model, padding)
         self.configs = attention_configs(layers)
-        name = model.config.get_text_config(decoder=True)._attn_implementation
+        name = original_attention(model.config.get_text_config(decoder=True))
         # ragged rows need a mask that only these two read; both compute what other kernels compute
         self.delegate = name if name in _OWN_KERNELS else "sdpa"
+        # Packed or not, attention goes through ours only where it has to: the rectangle keeps the user's kernel.
+        self.swaps = path == PACKED or self.delegate != name
 
     def __call__(self, tokens: torch.Tensor, counts: list[int], positions: torch.Tensor, capture: TapCapture | None):
         """
@@ -77,9 +87,7 @@ class Verifier:
             "use_cache": True,
             "return_dict": True,
         }
-        # Packed or not, attention goes through ours only where it has to: the rectangle keeps the user's kernel.
-        swap = packed or self.delegate != self.model.config.get_text_config(decoder=True)._attn_implementation
-        if swap:
+        if self.swaps:
             with swapped_attention(self.configs), verifying(step):
                 logits = self.model(**inputs).logits
         else:
