@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from load import new_report
+from load import add_pair_arguments, new_report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDraftModel
@@ -26,20 +25,13 @@ from dspark_hf.benchmarking.runner import Measurement, Runner, Setting, total_st
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
-    parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
+    add_pair_arguments(parser)
+    parser.set_defaults(max_new_tokens=128)
     parser.add_argument("--beside", nargs="*", default=[], metavar="REPO|FOLDER", help="other drafts for the target")
-    parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
     parser.add_argument("--sources", nargs="+", default=[], metavar="NAME", help="default: all that the file has")
     parser.add_argument("--limit", type=int, default=10, metavar="N", help="prompts of each source; default: 10")
     parser.add_argument("--rows", type=int, default=10, metavar="R", help="prompts of a batch; default: 10")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0], metavar="T", help="0: greedy")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")
-    parser.add_argument("--output", type=Path, metavar="JSON")
     return parser.parse_args(argv)
 
 
@@ -73,8 +65,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measure(args, target, draft: DSparkDraftModel, batches: list, temperature: float) -> list[dict[str, Any]]:
     """Tau and acceptance by position of every source, and of all rounds together."""
-    args.temperature, args.top_k, args.top_p = temperature or None, None, None
-    runner, setting = Runner(args, target, draft), Setting("constant", draft.config.num_draft_tokens)
+    sampling = {"temperature": temperature or None, "top_k": None, "top_p": None}
+    runner = Runner(argparse.Namespace(**{**vars(args), **sampling}), target, draft)
+    setting = Setting("constant", draft.config.num_draft_tokens)
     measured: dict[str, list[Measurement]] = {}
     for batch in batches:
         measured.setdefault(batch.source, []).append(Measurement(batch.source))

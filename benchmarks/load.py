@@ -69,15 +69,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """What this benchmark and the one of thresholds share."""
-    parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
-    parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
-    parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
+    add_pair_arguments(parser)
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=(*DOMAINS, "all"))
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--temperature", type=float, metavar="T", help="sample; default: greedy")
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--top-p", type=float, metavar="P")
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """Models, prompts and machine; acceptance takes them too."""
+    parser.add_argument("--target", required=True, metavar="REPO|FOLDER")
+    parser.add_argument("--draft", required=True, metavar="REPO|FOLDER")
+    parser.add_argument("--prompts", required=True, type=Path, metavar="JSONL", help="prompt_ids or prompt, and source")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads; default: PyTorch's choice")

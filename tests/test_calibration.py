@@ -258,7 +258,8 @@ def test_plots_write_an_image(tmp_path):
 
     result = fit_calibration(*synthetic(200, [2.0] * 5, [0.0] * 5).split())
     points = [VerifyPoint(rows, rows * width, 256, 0.05 + 0.002 * rows * width) for rows in (1, 4) for width in (1, 8)]
-    profile = ThroughputProfile({"device": "test"}, points, [DraftPoint(1, 0.01), DraftPoint(4, 0.02)])
+    drafts = [DraftPoint(rows, 0.01 * rows, tokens=tokens) for rows in (1, 4) for tokens in (2, 7)]
+    profile = ThroughputProfile({"device": "test"}, points, drafts)
     for path in (
         plot_reliability(result, tmp_path / "a.png"),
         plot_reliability(result.after, tmp_path / "b" / "b.png"),

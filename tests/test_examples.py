@@ -70,8 +70,6 @@ def test_quickstart(example, pair, monkeypatch):
 @pytest.mark.slow
 def test_the_default_pair(example, smollm2_path):
     """As typed in by hand, without a model or a draft named."""
-    if not (ROOT / "checkpoints" / "smollm2-135m-instruct-dspark").is_dir():
-        pytest.skip("the repository holds no draft for SmolLM2-135M-Instruct yet")
     text = example("quickstart", "--max-new-tokens", "32")
     assert "identical: True" in text
 

@@ -65,6 +65,34 @@ def test_table_is_monotone_positive_and_kept():
     assert profile.draft_seconds(3) == 0.0
 
 
+def test_drafts_of_fewer_tokens_cost_less():
+    points = [DraftPoint(rows, 0.01 + 0.002 * rows * tokens, tokens=tokens) for rows in (1, 4) for tokens in (7, 2)]
+    profile = ThroughputProfile({}, [VerifyPoint(1, 1, 0, 0.1)], points)
+    for tokens in range(1, 8):
+        assert profile.draft_seconds(2, tokens) == pytest.approx(0.01 + 0.004 * tokens)
+    assert profile.draft_seconds(2) == profile.draft_seconds(2, 9) == pytest.approx(0.038)
+    assert profile.seconds(2, 2) == pytest.approx(profile.verify_seconds(2, 2) + 0.038), "a whole block"
+    noisy = ThroughputProfile({}, profile.verify_points, [DraftPoint(1, 0.02, tokens=2), DraftPoint(1, 0.01, tokens=7)])
+    assert noisy.draft_seconds(1, 1) == noisy.draft_seconds(1, 4) == 0.01
+    only = ThroughputProfile({}, profile.verify_points, [DraftPoint(1, 0.02)])
+    assert only.draft_seconds(1, 3) == 0.02, "how long it was is not known"
+
+
+def test_drafts_of_several_lengths_are_timed_and_kept(tmp_path):
+    asked = []
+    profile = ThroughputProfile.measure(
+        lambda *shape: None, lambda *shape: asked.append(shape), draft_tokens=(7, 2), rows=(1, 3), max_samples=1
+    )
+    assert set(asked) == {(1, 7), (1, 2), (3, 7), (3, 2)}
+    assert {(point.rows, point.tokens) for point in profile.draft_points} == set(asked)
+    again = ThroughputProfile.load(profile.save(tmp_path / "profile.json"))
+    assert again.draft_points == profile.draft_points
+    wider = ThroughputProfile.measure(
+        lambda *shape: None, lambda *shape: None, draft_tokens=(7, 2), rows=(8,), profile=again, max_samples=1
+    )
+    assert len(wider.draft_points) == 6
+
+
 def test_isotonic_is_least_squares():
     assert isotonic([1.0, 3.0, 2.0, 4.0]) == [1.0, 2.5, 2.5, 4.0]
     assert isotonic([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]

@@ -75,9 +75,10 @@ def plot_profile(profile: ThroughputProfile, path: str | os.PathLike) -> Path:
         cost.scatter([p.tokens for p in points], [1e3 * p.seconds for p in points], s=14, color=line.get_color())
         speed.plot(tokens, [count / value for count, value in zip(tokens, seconds, strict=True)], linewidth=1)
     if profile.draft_points:
-        rows = [p.rows for p in profile.draft_points]
-        values = [1e3 * p.seconds for p in profile.draft_points]
-        cost.plot(rows, values, "x:", color="#555555", linewidth=1, markersize=5, label="draft, by rows")
+        block = max(p.tokens for p in profile.draft_points)
+        whole = sorted((p.rows, 1e3 * p.seconds) for p in profile.draft_points if p.tokens == block)
+        label = "draft of a block, by rows"
+        cost.plot(*zip(*whole, strict=True), "x:", color="#555555", linewidth=1, markersize=5, label=label)
     cost.set(xlabel="tokens in the step (B)", ylabel="milliseconds", xscale="log", ylim=(0, None))
     speed.set(xlabel="tokens in the step (B)", ylabel="tokens verified per second", xscale="log", ylim=(0, None))
     cost.legend(fontsize=7, frameon=False)

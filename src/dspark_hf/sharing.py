@@ -88,13 +88,13 @@ def _head_rows(draft: "DSparkDraftModel", target: nn.Module, head: nn.Module) ->
     )
     known = _rows.setdefault(draft, weakref.WeakKeyDictionary())
     if target not in known or known[target][0] != state:
-        taken = (_taken(part, draft.draft_to_target) for part in (weight, head.bias))
-        known[target] = (state, frozen_linear(*taken))
+        known[target] = (state, linear_rows(weight, getattr(head, "bias", None), draft.draft_to_target))
     return known[target][1]
 
 
-def _taken(part: torch.Tensor | None, token_ids: torch.Tensor) -> torch.Tensor | None:
-    return None if part is None else part.detach()[token_ids.to(part.device)]
+def linear_rows(weight: torch.Tensor, bias: torch.Tensor | None, token_ids: torch.Tensor) -> nn.Linear:
+    """A copy of these rows [V_draft] of a linear layer, without gradients."""
+    return frozen_linear(*(part if part is None else part[token_ids.to(part.device)] for part in (weight, bias)))
 
 
 def frozen_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
@@ -228,6 +228,7 @@ def target_problem(
 __all__ = [
     "SharedWeights",
     "frozen_linear",
+    "linear_rows",
     "resolve_shared_weights",
     "target_devices",
     "target_problem",

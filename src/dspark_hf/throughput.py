@@ -116,10 +116,14 @@ class ThroughputProfile:
         if not self._drafts:
             return 0.0
         known = list(self._drafts)
-        low, high, weight = _bracket(known, tokens or known[-1])
-        few, many = self._drafts[low](rows), self._drafts[high](rows)
-        # Noise must not make fewer tokens dearer, and beyond a block there is nothing to draft.
-        return few + min(weight, 1.0) * max(0.0, many - few)
+        whole = self._drafts[known[-1]](rows)
+        if len(known) == 1 or not 0 < tokens < known[-1]:
+            return whole
+        at = max(bisect_right(known, tokens) - 1, 0)
+        many = self._drafts[known[at + 1]](rows)
+        few = min(many, self._drafts[known[at]](rows))  # noise must not make fewer tokens dearer
+        slope = (many - few) / (known[at + 1] - known[at])
+        return max(0.0, few + slope * (tokens - known[at]))
 
     def plain_seconds(self, rows: int = 1, context: int = 0) -> float:
         """Seconds of one plain decoding step of `rows` rows."""

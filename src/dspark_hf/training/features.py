@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..generation.capture import TapCapture, decoder_layers
-from ..sharing import frozen_linear
+from ..sharing import linear_rows
 
 _PROBE_TOKENS = 16
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative; half precision below
@@ -62,9 +62,9 @@ class TargetHead:
         weight = getattr(self.head, "weight", None)
         if type(self.head) is not nn.Linear or weight.is_meta or not weight.is_floating_point():
             return None
-        part, ids = copy.copy(self), token_ids.to(weight.device)
-        part.head = frozen_linear(weight[ids], None if self.head.bias is None else self.head.bias[ids])
-        part.vocab_size = ids.shape[0]
+        part = copy.copy(self)
+        part.head = linear_rows(weight, self.head.bias, token_ids)
+        part.vocab_size = token_ids.shape[0]
         return part
 
     @torch.no_grad()
