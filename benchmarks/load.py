@@ -7,8 +7,10 @@ the confidence threshold, and Algorithm 1 on the measured cost table ("throughpu
 rotates. What must hold, and is judged at the end: throughput is the best rule or close to it at every number of rows,
 never much slower than plain decoding, and verifies less as rows are added.
 
-All answers run to the full length, whatever end-of-sequence token they hold: in half precision near-ties between tokens
-flip with the shape of a batch, answers differ, and rules that end earlier by luck would look faster.
+All answers run to the full length, whatever end-of-sequence token they hold. In half precision near-ties between tokens
+flip with the shape of a batch, and a rule whose answers happen to be easy to draft would look better than it is. So
+greedy rules answer what plain `generate()` answered: before a round's acceptance the scores of its tokens are raised
+above all others, which decides near-ties and nothing else.
 
 Never slower also means: with a draft that is no good. A copy of the draft with random weights and high confidences
 answers beside plain decoding over a fixed number of tokens ("useless draft").
@@ -44,6 +46,7 @@ from dspark_hf.benchmarking.machine import environment, model_name, print_table,
 from dspark_hf.benchmarking.prompts import DOMAINS, Batch, make_batches, read_prompts, take_turns
 from dspark_hf.benchmarking.runner import Measurement, Runner, Setting, speed
 from dspark_hf.benchmarking.runner import total_stats as total
+from dspark_hf.generation.loop import DecodingLoop
 from dspark_hf.generation.policy import ThroughputPolicy
 from dspark_hf.generation.profiling import measure_profile
 from dspark_hf.throughput import ThroughputProfile
@@ -165,10 +168,13 @@ def measure(
     measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
     deciding = {batch.source: 0.0 for batch in batches}
     for number, batch in enumerate(batches):
+        reference = Measurement("reference")
+        if args.temperature is None:
+            runner.run(PLAIN, batch, reference)
         for repeat in range(args.repeats):
             turn = (number + repeat) % len(settings)
             for setting in settings[turn:] + settings[:turn]:
-                with timed_scheduling() as spent:
+                with timed_scheduling() as spent, following(reference.answers):
                     runner.run(setting, batch, measured[setting][number])
                 deciding[batch.source] += spent[0] if setting.schedule == THROUGHPUT else 0.0
     results = []
@@ -240,6 +246,25 @@ def timed_scheduling() -> Iterator[list[float]]:
     finally:
         for name, method in originals.items():
             setattr(ThroughputPolicy, name, method)
+
+
+@contextmanager
+def following(answers: list[list[int]]) -> Iterator[None]:
+    """Has greedy decoding with a draft choose the tokens of `answers`, [rows][tokens]; without answers its own."""
+    original = DecodingLoop._accept
+
+    def accept(loop, scores, drafted, lengths, starts, width):
+        done = [len(loop.out.tokens[row]) for row in loop.rows]
+        tokens = [answers[row][at : at + 1 + count] for row, at, count in zip(loop.rows, done, lengths)]
+        chosen = torch.tensor(sum(tokens, []), device=scores.device)
+        scores[torch.arange(len(chosen), device=scores.device), chosen] = torch.inf
+        return original(loop, scores, drafted, lengths, starts, width)
+
+    DecodingLoop._accept = accept if answers else original
+    try:
+        yield
+    finally:
+        DecodingLoop._accept = original
 
 
 # ------------------------------------------------------------------------------------------------ the useless draft

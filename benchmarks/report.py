@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _sections import SECTIONS, Charts, Report, describe_run, other_work
+from _sections import SECTIONS
+from _side_by_side import Charts, Report, describe_run, other_work
 
 from dspark_hf.benchmarking.machine import markdown_table
 from dspark_hf.benchmarking.tables import machine_line

@@ -1,6 +1,7 @@
 """The benchmarks of load and thresholds run on a tiny pair and report what they say they do."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import acceptance  # noqa: E402
 import load  # noqa: E402
+import teacher_forced  # noqa: E402
 import thresholds  # noqa: E402
 
 
@@ -55,6 +57,24 @@ def test_load(tiny_pair, prompts, tmp_path, capsys):
     assert "scheduling takes" in capsys.readouterr().out
 
 
+def test_rules_follow_the_given_answers(tiny_pair):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from dspark_hf import DSparkDraftModel
+
+    target = AutoModelForCausalLM.from_pretrained(tiny_pair[0])
+    draft = DSparkDraftModel.from_pretrained(tiny_pair[1])
+    prompts = torch.tensor([[3, 4, 5], [7, 8, 9]])
+    options = {"assistant_model": draft, "do_sample": False, "max_new_tokens": 12, "eos_token_id": None}
+    own = target.generate(prompts, **options)[:, 3:].tolist()
+    # the first token is the prompt's to give
+    answers = [[row[0], *((token + 1) % target.config.vocab_size for token in row[1:])] for row in own]
+    with load.following(answers):
+        assert target.generate(prompts, **options)[:, 3:].tolist() == answers
+    assert target.generate(prompts, **options)[:, 3:].tolist() == own
+
+
 def test_acceptance(tiny_pair, prompts, tmp_path, capsys):
     output = tmp_path / "acceptance.json"
     target, draft = map(str, tiny_pair)
@@ -76,6 +96,29 @@ def test_acceptance(tiny_pair, prompts, tmp_path, capsys):
     assert whole["tau"] > 1
     assert len(whole["acceptance_by_position"]) == 7 and whole["acceptance_by_position"][0] > 0.3
     assert "mean of sources" in capsys.readouterr().out
+
+
+def test_teacher_forced(tiny_pair, tmp_path, capsys):
+    samples = golden("qwen3_rnn").runs["greedy_thr0.0"]["samples"]
+    cut = [(sample["output_ids"], sample["num_input_tokens"]) for sample in samples]
+    data, output = tmp_path / "answers.jsonl", tmp_path / "teacher_forced.json"
+    data.write_text("".join(json.dumps({"prompt_ids": ids[:n], "response_ids": ids[n:]}) + "\n" for ids, n in cut))
+    target, draft = map(str, tiny_pair)
+    own = tmp_path / "own"
+    shutil.copytree(draft, own)
+    arguments = {"batch_size": 2, "accumulate": 3, "anchors": 5, "head": "rnn", "rank": 8}
+    record = {"arguments": arguments, "steps": 7, "epochs": 1.5, "processes": 1}
+    (own / "training.json").write_text(json.dumps(record))
+    flags = ["--target", target, "--drafts", draft, str(own), "--data", str(data), "--dtype", "float32"]
+    teacher_forced.main([*flags, "--anchors", "8", "--output", str(output)])
+    text = output.read_text()
+    assert str(tmp_path) not in text and target not in text
+    first, second = json.loads(text)["results"]
+    assert first["training"] is None
+    assert second["training"] == {"steps": 7, "blocks": 210, "epochs": 1.5, "head": "rnn, rank 8"}
+    assert first["tau"] == second["tau"] > 1.5, "the same draft, on the same anchors"
+    assert len(first["acceptance"]) == 7 and first["acceptance"][0] > 0.3
+    assert "accepted by slot" in capsys.readouterr().out
 
 
 def test_prompts_of_a_domain_take_turns():

@@ -350,6 +350,17 @@ def test_confidence_head_without_a_markov_head():
     close(block.confidence_logits, model.confidence_head(hidden, None))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_shorter_block_reaches_the_head_in_one_piece(rows):
+    """Cut out of the whole block with its strides kept, even a single row would cost a copy of the head's weight."""
+    model, seen = draft(), []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    anchors, positions = torch.full((rows,), 7), torch.arange(9).expand(rows, -1)
+    model.draft_block(context(rows, 4), anchors, positions, num_tokens=3)
+    (states,) = seen
+    assert states.shape == (rows, 3, HIDDEN) and states.stride() == (3 * HIDDEN, HIDDEN, 1)
+
+
 def test_num_tokens_below_one_is_refused():
     with pytest.raises(ValueError, match="`num_tokens` must be at least 1"):
         draft().draft_block(None, torch.tensor([7]), torch.arange(5)[None], num_tokens=0)

@@ -1,9 +1,9 @@
-"""`first_argmax` against `torch.argmax`, ties included."""
+"""`first_argmax` against `torch.argmax`, ties included; copies with plain strides."""
 
 import pytest
 import torch
 
-from dspark_hf.ops import contiguous_inputs, first_argmax, on_device
+from dspark_hf.ops import contiguous_inputs, dense, first_argmax, on_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -21,6 +21,12 @@ def test_minus_infinity_rows():
     scores = torch.full((2, 512), float("-inf"))
     scores[1, 511] = -5.0
     assert first_argmax(scores).tolist() == [0, 511]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_dense_has_the_strides_of_its_shape(rows):
+    states = torch.randn(rows, 5, 4)[:, :3]
+    assert dense(states).equal(states) and dense(states).stride() == (12, 4, 1)
 
 
 def test_contiguous_inputs_copies_strided_ones_only_inside():

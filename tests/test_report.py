@@ -115,6 +115,7 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     import generate
     import gpu
     import load
+    import teacher_forced
     import thresholds
 
     pair = ["--target", str(tiny_pair[0]), "--draft", str(tiny_pair[1]), "--device", "cpu"]
@@ -127,6 +128,11 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     flags = ["--rows", "2", "--thresholds", "0", "0.5"]
     thresholds.main([*pair, *small, *flags, "--output", str(results / "c.json")])
     acceptance.main([*pair, "--dtype", "float32", "--rows", "2", "--output", str(results / "e.json")])
+    flags = ["--target", str(tiny_pair[0]), "--drafts", str(tiny_pair[1]), "--dtype", "float32", "--anchors", "2"]
+    rows = [json.loads(line) for line in (measured / "prompts.jsonl").read_text().splitlines()]
+    responses = tmp_path / "responses.jsonl"
+    responses.write_text("".join(json.dumps(row | {"response_ids": [5, 6, 7, 8, 9]}) + "\n" for row in rows))
+    teacher_forced.main([*flags, "--data", str(responses), "--output", str(results / "f.json")])
     flags = ["--shapes", "tiny", "--device", "cpu", "--context", "8", "--new-tokens", "8", "--samples", "1"]
     gpu.main([*flags, "--rows", "1", "--sections", "rounds", "--output", str(results / "d.json")])
     flags = ["--no-save", "--report", str(results), "--dtype", "float32", "--max-new-tokens", "24"]
@@ -135,8 +141,8 @@ def test_runs_of_every_kind_have_a_section(tiny_pair, measured, tmp_path):
     for name, stored in report.load_reports(results).items():
         parts = report.SECTIONS[report.kind_of(stored)](name, stored, charts)
         assert f"`{name}.json`" in parts[0] and any(part.startswith("| ") for part in parts), name
-    assert set(report.load_reports(results)) == {"a", "b", "c", "d", "e", "calibration"}
-    wanted = {"e.svg", "b-verified.svg", "c-acceptance_rate.svg", "c-tokens_per_step.svg", "calibration.svg"}
+    assert set(report.load_reports(results)) == {"a", "b", "c", "d", "e", "f", "calibration"}
+    wanted = {"e.svg", "f.svg", "b-verified.svg", "c-acceptance_rate.svg", "c-tokens_per_step.svg", "calibration.svg"}
     assert wanted <= set(charts) and all(chart.startswith("<svg") for chart in charts.values())
 
 

@@ -465,7 +465,8 @@ def test_train_command_in_pieces(recipe, tmp_path, capsys):
 
 
 def test_train_command_goes_on_from_another_draft(recipe, tmp_path):
-    common = ["--anchors", "8", "--max-steps", "2", "--device", "cpu", "--data", str(recipe / "data.jsonl")]
+    # half precision without --device: Trainer wants to be told where there is no GPU
+    common = ["--anchors", "8", "--max-steps", "2", "--precision", "bfloat16", "--data", str(recipe / "data.jsonl")]
     common += ["--model", str(recipe / "target")]
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     assert main(["train", *common, "--layers", "1", "--rank", "0", "--head", "none", "--output", first]) == 0

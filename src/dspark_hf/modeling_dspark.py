@@ -37,7 +37,7 @@ from .layers import (
     cached_context_masks,
     given_context_masks,
 )
-from .ops import first_argmax
+from .ops import dense, first_argmax
 from .sharing import SharedWeights, resolve_shared_weights, validate_target
 
 Sampler = Callable[[torch.Tensor, int], torch.Tensor]
@@ -332,8 +332,7 @@ class DSparkDraftModel(PreTrainedModel):
         input_ids[:, 0] = anchor_ids
         hidden = self._backbone(input_ids, context_hidden, position_ids, cache, attention_mask, shared, kv_length)
         first = 0 if config.sample_from_anchor else 1
-        # Contiguous: on a strided batch of rows half-precision CPU kernels are fifty times slower.
-        drafted = hidden[:, first : first + count].contiguous()
+        drafted = dense(hidden[:, first : first + count])
         logits = self.compute_base_logits(drafted, shared)
         prev_ids = anchor_ids.clamp(max=config.vocab_size - 1)
         tokens, embeddings, state = [], [], None

@@ -30,6 +30,17 @@ def first_argmax(scores: torch.Tensor) -> torch.Tensor:
     return best * _CHUNK + inside
 
 
+def dense(states: torch.Tensor) -> torch.Tensor:
+    """
+    A copy of a slice with the strides that its shape alone would have.
+
+    A linear layer takes other strides for a batch of matrices, where half-precision CPU kernels are up to a hundred
+    times slower or copy the weight first. `contiguous()` leaves a slice of a single row as it is, since that counts as
+    contiguous whatever its outer stride.
+    """
+    return states.clone(memory_format=torch.contiguous_format)
+
+
 def on_device(values, device: torch.device) -> torch.Tensor:
     """
     Numbers (a list, perhaps nested, or a CPU tensor) as a tensor on `device`.
@@ -45,10 +56,9 @@ def on_device(values, device: torch.device) -> torch.Tensor:
 @contextmanager
 def contiguous_inputs(module: nn.Module | None):
     """
-    Makes the first input of `module` contiguous while the context lasts.
+    Makes the first input of `module` [`dense`] while the context lasts.
 
-    Meant for a target's head, which reads the last position of every prompt as a strided slice: half-precision CPU
-    kernels take a hundred times longer for that than for its copy. `None` does nothing.
+    Meant for a target's head, which reads the last position of every prompt as a strided slice. `None` does nothing.
     """
     if module is None:
         yield
@@ -56,7 +66,7 @@ def contiguous_inputs(module: nn.Module | None):
 
     def copy_first(_, inputs):
         # a head of another make may be called by keyword: its input then stays as it is
-        return (inputs[0].contiguous(), *inputs[1:]) if inputs else None
+        return (dense(inputs[0]), *inputs[1:]) if inputs else None
 
     handle = module.register_forward_pre_hook(copy_first)
     try:

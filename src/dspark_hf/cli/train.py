@@ -184,7 +184,7 @@ def _training_arguments(args: argparse.Namespace, target):
         max_grad_norm=args.clip,
         bf16=bf16,
         seed=args.seed,
-        use_cpu=args.device == "cpu",
+        use_cpu=args.device == "cpu" or (args.device is None and not torch.accelerator.is_available()),
         dataloader_num_workers=args.workers,
         dataloader_pin_memory=torch.cuda.is_available(),
         ce_weight=args.ce_weight,
