@@ -98,8 +98,16 @@ def describe_run(report: Report) -> str:
     return (
         f"{report['target']} in {report['dtype']}, {sampling}, up to {arguments['max_new_tokens']} new tokens, {count} "
         f"{'prompt' if count == '1' else 'prompts'} of each domain at batch 1 and whole batches above, {times}. Draft: "
-        f"{draft_shape(report['draft_shape'])}. Measured on {machine_line(report)}.{other_work(report)}"
+        f"{draft_shape(report['draft_shape'])}{_blocks_seen(report)}. Measured on {machine_line(report)}."
+        f"{other_work(report)}"
     )
+
+
+def _blocks_seen(report: Report) -> str:
+    """What the drafts were trained on, where that is known; a rank-0 draft may have had less."""
+    own, rank_zero = report.get("draft_training"), report.get("dflash_training")
+    seen = "" if own is None else f", trained on {own['blocks']:,} blocks"
+    return seen if rank_zero is None else f"{seen} (the rank-0 draft on {rank_zero['blocks']:,})"
 
 
 def draft_shape(shape: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ a draft's training comes from the `training.json` beside it.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.benchmarking.machine import environment, model_name, print_table, save_json
+from dspark_hf.benchmarking.machine import environment, model_name, print_table, save_json, training_record
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments, ResponseRows
 
 
@@ -54,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     for place in args.drafts:
         draft = DSparkDraftModel.from_pretrained(place, dtype=torch.float32)
-        results.append({"draft": model_name(place), "training": training(place), **measure(args, target, draft, rows)})
+        names = {"draft": model_name(place), "training": training_record(place)}
+        results.append(names | measure(args, target, draft, rows))
     print_results(results)
     if args.output is not None:
         places = ("target", "drafts", "data", "output")
@@ -68,18 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "results": results,
         }
         save_json(args.output, report)
-
-
-def training(place: str) -> dict[str, Any] | None:
-    """Steps, blocks, head and data of a draft's training; `None` where it does not say."""
-    record = Path(place) / "training.json"
-    if not record.is_file():
-        return None
-    found = json.loads(record.read_text(encoding="utf-8"))
-    chosen = found["arguments"]
-    blocks = found["steps"] * chosen["batch_size"] * chosen["accumulate"] * chosen["anchors"] * found["processes"]
-    head = "none" if chosen["head"] == "none" else f"{chosen['head']}, rank {chosen['rank']}"
-    return {"steps": found["steps"], "blocks": blocks, "epochs": found["epochs"], "head": head}
 
 
 def measure(args, target, draft: DSparkDraftModel, rows: ResponseRows) -> dict[str, Any]:

@@ -87,6 +87,15 @@ def test_pages_of_a_run(measured):
         assert (measured / "docs" / "measured" / f"{image}.svg").read_text().startswith("<svg")
 
 
+def test_what_the_drafts_were_trained_on_is_said(measured):
+    from _side_by_side import describe_run
+
+    stored = json.loads((measured / "results" / "bench.json").read_text())
+    assert stored["draft_training"] is None and "trained on" not in describe_run(stored)
+    stored |= {"draft_training": {"blocks": 576000}, "dflash_training": {"blocks": 1200}}
+    assert "tokens, trained on 576,000 blocks (the rank-0 draft on 1,200). Measured on" in describe_run(stored)
+
+
 def test_check_notices_changed_figures_and_leftovers(measured, tmp_path, capsys):
     for path in measured.rglob("*"):
         if path.is_file():

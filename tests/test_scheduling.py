@@ -386,6 +386,27 @@ def test_back_off_doubles_up_to_its_cap_and_is_forgotten():
     assert gate.pause == 2
 
 
+def test_good_promises_that_bring_nothing_close_the_gate_at_last():
+    """A batch waits for its slowest row: tokens come as promised, the account says that the call gains nothing."""
+
+    def lost(gate, tokens=200):
+        done = spent = 0.0
+        while done < tokens:
+            if gate.is_open:
+                gate.observe(1.5, 1.4, 1.5, banked_tokens=1.0)
+                spent += 0.4
+            else:
+                gate.skip()
+            done += 1
+        return spent
+
+    gate = DraftGate(allowance=0.5, patience=2.0, first_pause=16)
+    assert lost(gate) < 6.0 and gate.closings > 2
+    assert lost(DraftGate(allowance=0.5, first_pause=16)) > 60.0
+    with pytest.raises(ValueError, match="patience"):
+        DraftGate(allowance=2.0, patience=1.0)
+
+
 def test_wake_and_close():
     gate = DraftGate()
     gate.close()

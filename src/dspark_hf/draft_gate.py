@@ -11,9 +11,11 @@ every round starts with a question that only the past may answer: is drafting wo
 (a plain step commits one token per row in one step, so 0 is break-even). Gains are noisy: a draft that wins by a
 quarter loses every other round. The gate therefore keeps an account. Gains and losses go in, credit is capped, and the
 gate closes when the account is overdrawn by `allowance` steps *and* the best estimate of the next gain is negative.
-So a useless draft costs a bounded number of steps, and a good one is not shut out by bad luck. A closed gate pauses,
-then lets a single round through as a probe; each losing probe doubles the pause up to a cap. One gate serves a batch
-and one each row: a row whose drafts keep failing should not pay because its neighbors accept.
+So a useless draft costs a bounded number of steps, and a good one is not shut out by bad luck. Promises may stay good
+while nothing is gained, as in a batch whose slowest row accepts nothing: an account overdrawn by `patience` closes the
+gate whatever the estimate. A closed gate pauses, then lets a single round through as a probe; each losing probe doubles
+the pause up to a cap. One gate serves a batch and one each row: a row whose drafts keep failing should not pay because
+its neighbors accept.
 
 `AcceptanceTracker` remembers how often each slot was accepted. It stands in for confidence scores where a draft has no
 head for them, and tells a closed gate whether a changed load is worth an early probe (`DraftGate.wake`).
@@ -21,6 +23,7 @@ head for them, and tells a closed gate whether a changed load is worth an early 
 Exact under sampling: both look at finished rounds only, and whatever the answer, the next token comes from the target.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,16 +41,18 @@ class DraftGate:
     Attributes:
         allowance (`float`): plain steps that drafting may lose before the gate closes. With the defaults a useless
             draft loses about 2 % over 256 tokens, probes included. Half as much is allowed after each reopening.
+        patience (`float`): plain steps that drafting may lose however good the estimate. Half as much after each time.
         credit (`float`): plain steps of past gains that count against later losses at most.
         decay (`float`): weight that older rounds keep in the estimate, per round; 0.95 averages over about twenty.
         first_pause, max_pause (`int`): rounds of the first pause and of the longest.
         backoff (`float`): factor by which a losing probe lengthens the pause.
-        settle (`int`): drafted rounds in a row after which a gate that stays open forgets its past closings.
+        settle (`int`): drafted rounds in a row after which an open gate that is not in debt forgets its past closings.
         drafted_rounds, skipped_rounds, closings (`int`): counts since the start.
         account (`float`): current account, in plain steps.
     """
 
     allowance: float = 2.0
+    patience: float = math.inf
     credit: float = 4.0
     decay: float = 0.95
     first_pause: int = 4
@@ -69,10 +74,12 @@ class DraftGate:
             raise ValueError(f"backoff must be at least 1, got {self.backoff}.")
         if self.allowance < 0.0 or self.credit < 0.0:
             raise ValueError(f"allowance and credit must not be negative, got {self.allowance} and {self.credit}.")
+        if self.patience < self.allowance:
+            raise ValueError(f"patience must be at least allowance, {self.allowance}, got {self.patience}.")
         self._streak = 0  # drafted rounds since the gate opened
         self._pause = 0  # rounds left until the next probe
         self._next_pause = self.first_pause
-        self._tolerance = self.allowance
+        self._tolerance, self._patience = self.allowance, self.patience
         self._probing = False
         # Fading sums over drafted rounds: rounds, relative seconds, extra tokens promised and realised.
         self._weight = self._seconds = 0.0
@@ -150,10 +157,12 @@ class DraftGate:
                 # Reopened on less: the gate has been wrong about this draft before.
                 self._tolerance = max(0.5 * self._tolerance, 0.1 * self.allowance)
                 self.account, self._streak = self._tolerance - self.allowance, 0
-        elif losing and self.account < -self.allowance:
+        elif self.account < -(self.allowance if losing else self._patience):
+            if not losing:
+                self._patience = max(0.5 * self._patience, self.allowance)
             self._close()
-        elif self._streak >= self.settle:
-            self._next_pause, self._tolerance = self.first_pause, self.allowance
+        elif self._streak >= self.settle and self.account >= 0.0:
+            self._next_pause, self._tolerance, self._patience = self.first_pause, self.allowance, self.patience
 
     def skip(self, rounds: int = 1) -> None:
         """Take in rounds that were decoded plainly; the pause runs down."""

@@ -126,6 +126,18 @@ def model_name(repo_or_folder: str) -> str:
     return Path(repo_or_folder).resolve().name if Path(repo_or_folder).exists() else repo_or_folder
 
 
+def training_record(draft: str) -> dict[str, Any] | None:
+    """Head, steps, blocks and epochs of a draft's training, from what `dspark-hf train` left beside it; else `None`."""
+    record = Path(draft) / "training.json"
+    if not record.is_file():
+        return None
+    found = json.loads(record.read_text(encoding="utf-8"))
+    chosen = found["arguments"]
+    blocks = found["steps"] * found["processes"] * chosen["accumulate"] * chosen["batch_size"] * chosen["anchors"]
+    head = "none" if chosen["head"] == "none" else f"{chosen['head']}, rank {chosen['rank']}"
+    return {"head": head, "steps": found["steps"], "blocks": blocks, "epochs": found["epochs"]}
+
+
 def rounded(value: Any) -> Any:
     """`value` with every float at five significant digits and NaN as `None`; keeps stored runs small and valid."""
     if isinstance(value, float):
@@ -162,4 +174,5 @@ __all__ = [
     "save_json",
     "synchronize",
     "timed",
+    "training_record",
 ]

@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand."""
     from ..benchmarking.bench import Benchmark
-    from ..benchmarking.machine import model_name, save_json
+    from ..benchmarking.machine import model_name, save_json, training_record
     from ..benchmarking.prompts import group_by_domain, read_prompts
     from ..benchmarking.tables import describe
 
@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     report |= {
         "target": model_name(args.model),
         "draft": model_name(args.draft),
+        "draft_training": training_record(args.draft),
+        "dflash_training": None if args.dflash is None else training_record(args.dflash),
         "prompts": args.prompts.name,
         "arguments": {name: value for name, value in vars(args).items() if name not in places},
     }
