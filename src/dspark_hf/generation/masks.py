@@ -39,6 +39,7 @@ class VerifyStep:
     flat: torch.Tensor
     delegate: str
     grouped_masks: dict = field(default_factory=dict)  # masks repeated for folded query heads, by id
+    open_masks: dict = field(default_factory=dict)  # masks looked through for anything hidden, by id
 
     @property
     def rows(self) -> int:
@@ -51,6 +52,20 @@ class VerifyStep:
     @property
     def is_uniform(self) -> bool:
         return min(self.counts) == max(self.counts)
+
+    def hides_nothing(self, mask: torch.Tensor) -> bool:
+        """
+        Whether an additive mask is all zeros, as for one token of rows of the same length: kernels are faster without.
+
+        Asked on a CPU only; an accelerator would have to be waited for.
+        """
+        if self.width > 1 or mask.device.type != "cpu":
+            return False
+        known = self.open_masks.get(id(mask))
+        if known is None:
+            # the mask itself is kept too: an id is unique only while its object lives
+            known = self.open_masks[id(mask)] = (not mask.any(), mask)
+        return known[0]
 
 
 _STEP: ContextVar[VerifyStep | None] = ContextVar("dspark_verify_step", default=None)

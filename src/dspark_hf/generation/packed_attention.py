@@ -23,6 +23,8 @@ def attention_function(module, name: str):
 
 def unpack_rows(step: VerifyStep, packed: torch.Tensor) -> torch.Tensor:
     """`[1, H, N, D]` to `[R, H, Q, D]`; slots that no token fills are zero."""
+    if step.rows == 1:
+        return packed
     _, heads, _, dim = packed.shape
     if step.is_uniform:
         return packed.view(heads, step.rows, step.width, dim).transpose(0, 1)
@@ -33,6 +35,8 @@ def unpack_rows(step: VerifyStep, packed: torch.Tensor) -> torch.Tensor:
 
 def pack_rows(step: VerifyStep, rows: torch.Tensor) -> torch.Tensor:
     """`[R, Q, H, D]` to `[1, N, H, D]`."""
+    if step.rows == 1:
+        return rows
     flat = rows.reshape(step.rows * step.width, *rows.shape[2:])
     if not step.is_uniform:
         flat = flat.index_select(0, step.flat.to(rows.device))
@@ -47,6 +51,8 @@ def packed_attention(module, query, key, value, attention_mask, **kwargs):
         return attention_function(module, name)(module, query, key, value, attention_mask, **kwargs)
     function = attention_function(module, step.delegate)
     query = unpack_rows(step, query)
+    if attention_mask is not None and step.hides_nothing(attention_mask):
+        attention_mask = None
     groups = getattr(module, "num_key_value_groups", 1)
     if step.delegate == "sdpa" and groups > 1 and attention_mask is not None and attention_mask.shape[1] == 1:
         output = _fold_query_heads(step, function, module, query, key, value, attention_mask, groups, kwargs)

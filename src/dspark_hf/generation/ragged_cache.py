@@ -138,6 +138,11 @@ class RaggedCache(Cache):
         layer = self.layers[layer_idx]
         views = []
         for buffer, states in ((layer.keys, key_states), (layer.values, value_states)):
+            if self.rows == 1:  # a single row's tokens lie behind one another
+                start = self.lengths[0]
+                buffer[0, :, start : start + states.shape[2]] = states[0]
+                views.append(buffer[:1, :, : self.kv_length])
+                continue
             heads, dim = buffer.shape[1], buffer.shape[3]
             flat = states.transpose(1, 2).reshape(-1, dim)
             buffer.view(-1, dim).index_copy_(0, self._place(heads, states.device), flat)
