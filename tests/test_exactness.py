@@ -7,6 +7,8 @@ claim.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from planted import ForwardCounter, draft_config, planted_draft, planted_for, random_draft
@@ -262,3 +264,19 @@ def test_acceptance_in_a_batch_equals_acceptance_alone(attn, tiny_pair):
         assert new_tokens(alone, [row])[0] == new_tokens(together, rows)[number]
         assert accepted_by_row(alone.dspark_stats, 1)[0] == accepted_by_row(together.dspark_stats, len(rows))[number]
     assert together.dspark_stats.tau > 2
+
+
+@pytest.mark.parametrize(("name", "attn"), [("qwen3", "sdpa"), ("qwen3", "eager"), ("llama", "sdpa")])
+def test_a_row_without_a_draft_runs_plain_generates_own_kernels(name, attn):
+    """Bit for bit in half precision: one token of one row has nothing to mask, as in plain `generate()`."""
+    target = copy.deepcopy(build(name, attn)).bfloat16()
+    draft = random_draft(target).bfloat16()
+    draft.generation_config.num_assistant_tokens_schedule = "confidence"
+    draft.generation_config.assistant_confidence_threshold = 1.0
+    options = {"max_new_tokens": 16, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    prompt = torch.tensor([[3, 14, 15, 9, 26]])
+    theirs = target.generate(prompt, **options)
+    ours = target.generate(prompt, assistant_model=draft, **options)
+    assert ours.dspark_stats.share_without_draft == 1.0
+    assert ours.sequences.equal(theirs.sequences)
+    assert all(mine.equal(other) for mine, other in zip(ours.logits, theirs.logits, strict=True))
