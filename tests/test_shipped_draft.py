@@ -43,6 +43,8 @@ def test_card_says_what_its_files_say():
     assert "license: apache-2.0" in front and "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in front
     record = json.loads((FOLDER / "training.json").read_text())
     assert f"{record['evaluation']['eval_tau']:.3f}" in card
+    for result in json.loads((ROOT / "benchmarks" / "results" / "teacher_forced.json").read_text())["results"]:
+        assert f"{result['tau']:.3f}" in card, result["draft"]
     results = json.loads((ROOT / "benchmarks" / "results" / "acceptance.json").read_text())["results"]
     for result in results:
         if result["draft"] == FOLDER.name and result["source"] != "all":
