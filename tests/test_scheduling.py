@@ -407,6 +407,17 @@ def test_good_promises_that_bring_nothing_close_the_gate_at_last():
         DraftGate(allowance=2.0, patience=1.0)
 
 
+def test_broken_promises_close_the_gate_sooner_than_bad_luck():
+    rounds = {}
+    for predicted in (1.5, 7.0):
+        gate = DraftGate()
+        while gate.is_open:
+            gate.observe(1.0, 1.3, predicted)
+        rounds[predicted] = gate.drafted_rounds
+    assert rounds[7.0] <= 3 < rounds[1.5]
+    assert play(DraftGate(), 0.0, 1.3, predicted=7.0) < 1.012
+
+
 def test_wake_and_close():
     gate = DraftGate()
     gate.close()

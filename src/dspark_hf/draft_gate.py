@@ -11,11 +11,12 @@ every round starts with a question that only the past may answer: is drafting wo
 (a plain step commits one token per row in one step, so 0 is break-even). Gains are noisy: a draft that wins by a
 quarter loses every other round. The gate therefore keeps an account. Gains and losses go in, credit is capped, and the
 gate closes when the account is overdrawn by `allowance` steps *and* the best estimate of the next gain is negative.
-So a useless draft costs a bounded number of steps, and a good one is not shut out by bad luck. Promises may stay good
-while nothing is gained, as in a batch whose slowest row accepts nothing: an account overdrawn by `patience` closes the
-gate whatever the estimate. A closed gate pauses, then lets a single round through as a probe; each losing probe doubles
-the pause up to a cap. One gate serves a batch and one each row: a row whose drafts keep failing should not pay because
-its neighbors accept.
+So a useless draft costs a bounded number of steps, and a good one is not shut out by bad luck. A draft that is sure of
+itself and wrong again and again gets less of the allowance (`trust`): bad luck does not look like that. Promises may
+stay good while nothing is gained, as in a batch whose slowest row accepts nothing: an account overdrawn by `patience`
+closes the gate whatever the estimate. A closed gate pauses, then lets a single round through as a probe; each losing
+probe doubles the pause up to a cap. One gate serves a batch and one each row: a row whose drafts keep failing should
+not pay because its neighbors accept.
 
 `AcceptanceTracker` remembers how often each slot was accepted. It stands in for confidence scores where a draft has no
 head for them, and tells a closed gate whether a changed load is worth an early probe (`DraftGate.wake`).
@@ -30,6 +31,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Below this share of kept promises a draft does not know its own text: bad luck alone seldom looks like it.
+_TRUSTED = 0.25
+
 
 @dataclass
 class DraftGate:
@@ -40,7 +44,7 @@ class DraftGate:
 
     Attributes:
         allowance (`float`): plain steps that drafting may lose before the gate closes. With the defaults a useless
-            draft loses about 2 % over 256 tokens, probes included. Half as much is allowed after each reopening.
+            draft loses 1 to 2 % over 256 tokens, probes included. Half as much is allowed after each reopening.
         patience (`float`): plain steps that drafting may lose however good the estimate. Half as much after each time.
         credit (`float`): plain steps of past gains that count against later losses at most.
         decay (`float`): weight that older rounds keep in the estimate, per round; 0.95 averages over about twenty.
@@ -113,6 +117,11 @@ class DraftGate:
         return self._realised / self._promised if self._promised > 0.0 else 1.0
 
     @property
+    def trust(self) -> float:
+        """Share of the allowance that a losing draft gets: less where it keeps little of what it promises, 0 to 1."""
+        return min(1.0, self.reliability / _TRUSTED)
+
+    @property
     def expected_gain(self) -> float:
         """Estimated gain of the next drafted round, in plain steps: what was promised lately times its reliability."""
         if self._outlook is None:
@@ -157,7 +166,7 @@ class DraftGate:
                 # Reopened on less: the gate has been wrong about this draft before.
                 self._tolerance = max(0.5 * self._tolerance, 0.1 * self.allowance)
                 self.account, self._streak = self._tolerance - self.allowance, 0
-        elif self.account < -(self.allowance if losing else self._patience):
+        elif self.account < -(self.allowance * self.trust if losing else self._patience):
             if not losing:
                 self._patience = max(0.5 * self._patience, self.allowance)
             self._close()
