@@ -1,12 +1,18 @@
-"""What the attention of a packed forward hands to the model's own function."""
+"""What a packed forward computes, and what its attention hands to the model's own function."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from targets import build
 
+from dspark_hf._compat import CACHE_KEY
 from dspark_hf.generation import packed_attention as packed
+from dspark_hf.generation.capture import decoder_layers
 from dspark_hf.generation.masks import VerifyStep, verifying
+from dspark_hf.generation.ragged_cache import RaggedCache, new_dynamic_cache
+from dspark_hf.generation.verifier import Verifier
 
 HEADS, DIM, SLOTS = 4, 8, 6
 
@@ -62,3 +68,40 @@ def test_rows_are_laid_out_as_a_rectangle(seen, counts):
     width = max(counts)
     attend(counts, torch.zeros(len(counts), 1, width, SLOTS))
     assert seen[0].query.shape == (len(counts), HEADS, width, DIM)
+
+
+@pytest.mark.parametrize(
+    "dtype,counts,computed",
+    [
+        (torch.bfloat16, [4, 1, 7], 16),
+        (torch.bfloat16, [2, 1, 3], 6),
+        (torch.bfloat16, [5, 5, 5], 15),
+        (torch.bfloat16, [8] * 8 + [2], 80),
+        (torch.float32, [4, 1, 7], 12),
+    ],
+)
+def test_ragged_half_precision_steps_keep_to_few_numbers_of_tokens(dtype, counts, computed):
+    """The tokens that fill a step up change nothing: not the logits, not the cache, not the tokens behind them."""
+    target = copy.deepcopy(build("qwen3", "sdpa")).to(dtype)
+    seen = []
+    target.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].numel()))
+    rows, width, past = len(counts), max(counts), 6
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(5, 60, (rows, past), generator=generator)
+    tokens = torch.randint(5, 60, (rows, width), generator=generator)
+    found = []
+    for fill in (None, int):
+        source = new_dynamic_cache(target.config)
+        target(input_ids=prompt, use_cache=True, **{CACHE_KEY: source})
+        cache = RaggedCache(source, [past] * rows, past + 2 * width)
+        verifier = Verifier(target, decoder_layers(target), cache, "packed", None)
+        verifier.fill = fill or verifier.fill
+        positions = torch.full((rows,), past)
+        logits, _, index, offsets = verifier(tokens, counts, positions, None)
+        assert len(index) == len(offsets) == seen[-1] == (sum(counts) if fill else computed)
+        cache.lengths = [past + count for count in counts]
+        following, *_ = verifier(tokens[:, :1], [1] * rows, positions + torch.tensor(counts), None)
+        found.append((logits, following))
+    for filled, alone in zip(*found):
+        assert filled.shape == alone.shape
+        torch.testing.assert_close(filled, alone, rtol=0.0, atol=0.03 if dtype is torch.bfloat16 else 1e-6)

@@ -114,6 +114,23 @@ def test_budget_goes_to_the_best_survivors():
     assert budget_lengths(a, -1).tolist() == [0, 0, 0]
 
 
+def test_a_step_that_is_filled_up_anyway_verifies_what_there_is_room_for():
+    def fill(tokens):
+        return -(-tokens // 8) * 8
+
+    generator, filled_up = torch.Generator().manual_seed(9), 0
+    for trial in range(40):
+        a = survival(torch.rand(3, 7, generator=generator))
+        limit = None if trial % 2 else [7, 2, 4]
+        stop = throughput_lengths(a, COSTS["linear"], draft_seconds=0.1, limit=limit)
+        more = throughput_lengths(a, COSTS["linear"], draft_seconds=0.1, limit=limit, fill=fill)
+        room = fill(stop.verify_tokens) - 3 if stop.verify_tokens > 3 else 0
+        assert more.lengths.tolist() == budget_lengths(a, room, limit).tolist()
+        assert more.verify_tokens == 3 + int(more.lengths.sum())
+        filled_up += more.verify_tokens > stop.verify_tokens
+    assert filled_up > 20
+
+
 # ------------------------------------------------------------------------------------------------ threshold rules
 
 
@@ -291,6 +308,9 @@ def test_appendix_a_ours_does_not():
 POLICIES_UNDER_TEST = {
     "throughput-linear": lambda c: throughput_lengths(survival(c), COSTS["linear"], draft_seconds=0.3).lengths,
     "throughput-jagged": lambda c: throughput_lengths(survival(c), COSTS["jagged"]).lengths,
+    "throughput-filled": lambda c: throughput_lengths(
+        survival(c), COSTS["linear"], draft_seconds=0.3, fill=lambda tokens: -(-tokens // 3) * 3
+    ).lengths,
     "throughput-threshold": lambda c: schedule("throughput", c, cost=COSTS["linear"], threshold=0.5).lengths,
     "budget-2": lambda c: budget_lengths(survival(c), 2),
     "budget-capped": lambda c: budget_lengths(survival(c), 3, limit=[1, 2][: len(c)]),

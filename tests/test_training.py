@@ -17,6 +17,7 @@ from byte_tokenizer import byte_tokenizer
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkDraftModel, record_generation
+from dspark_hf.benchmarking.machine import training_record
 from dspark_hf.checkpoints import load_checkpoint_config, write_deepspec
 from dspark_hf.cli import main
 from dspark_hf.training import (
@@ -472,6 +473,7 @@ def test_train_command_goes_on_from_another_draft(recipe, tmp_path):
     assert main(["train", *common, "--layers", "1", "--rank", "0", "--head", "none", "--output", first]) == 0
     assert main(["train", *common, "--draft", first, "--output", second, "--standalone"]) == 0
     draft = DSparkDraftModel.from_pretrained(second)
+    assert training_record(second) == {"head": "none", "steps": 4, "blocks": 4 * 4 * 8, "epochs": pytest.approx(4 / 3)}
     assert draft.config.markov_rank == 0 and draft.config.stores_head and draft.config.stores_embedding
 
 

@@ -20,6 +20,9 @@ jagged cost curve, where stopping early stops too early, are therefore kept apar
 * `best_budget` (maximum over all lengths) may only produce a number for *later* rounds, where `budget_lengths` hands
   that many slots to the rows that survive best now.
 
+Where a step is filled up to a round number of tokens anyway, the slots that follow in the order take the free places:
+how many they are follows from where the early stop was, so nothing more has been looked at.
+
 The functions are pure and cheap: a handful of operations on small CPU tensors whatever the number of rows.
 """
 
@@ -34,6 +37,8 @@ POLICIES = ("constant", "confidence", "survival", "throughput", "budget")
 
 # Seconds of a verify step by number of tokens: entry b is the cost of b tokens (entry 0 is never read).
 Cost = Tensor | Sequence[float] | Callable[[int], float]
+# Tokens that a step of so many is filled up to.
+Fill = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,7 @@ def throughput_lengths(
     draft_seconds: float = 0.0,
     limit: Tensor | Sequence[int] | None = None,
     load_rows: int = 0,
+    fill: Fill | None = None,
 ) -> Schedule:
     """Algorithm 1: admit slots of all rows in order of falling survival, stop at the first that does not raise Theta.
 
@@ -156,12 +162,14 @@ def throughput_lengths(
         limit ([R], *optional*): most drafts a row may verify; negative counts as 0.
         load_rows (`int`): rows that other calls decode at the same time. They add one token each to the step and one
             committed token each to Theta, so that the marginal cost is read where the machine really is.
+        fill (`Fill`, *optional*): what a step is filled up to; if drafts are verified at all, then as many more.
 
     Returns:
         `Schedule`. Its Theta may be below plain decoding's; then skip the *next* draft. Dropping this round's
         verification instead would leak, since Theta has seen the tokens.
     """
-    return throughput_round(survival, cost, draft_seconds=draft_seconds, limit=limit, load_rows=load_rows)[0]
+    arguments = {"draft_seconds": draft_seconds, "limit": limit, "load_rows": load_rows, "fill": fill}
+    return throughput_round(survival, cost, **arguments)[0]
 
 
 def throughput_round(
@@ -172,6 +180,7 @@ def throughput_round(
     limit: Tensor | Sequence[int] | None = None,
     load_rows: int = 0,
     margin: float = 0.0,
+    fill: Fill | None = None,
 ) -> tuple[Schedule, Payoff]:
     """`throughput_lengths` for this round and `speculation_pays` for later ones, in one pass. Arguments as there."""
     slots, order, num_valid = _ranked(survival, limit)
@@ -179,6 +188,8 @@ def throughput_round(
     theta = expected / seconds
     thetas, rows = theta.tolist(), slots.shape[0]
     admitted = next((n for n in range(num_valid) if thetas[n + 1] <= thetas[n]), num_valid)
+    if admitted and fill is not None:
+        admitted = min(num_valid, fill(rows + admitted) - rows)
     chosen = Schedule(
         lengths=_lengths_of(order[:admitted], rows),
         expected_tokens=float(expected[admitted]) - load_rows,

@@ -127,15 +127,28 @@ def model_name(repo_or_folder: str) -> str:
 
 
 def training_record(draft: str) -> dict[str, Any] | None:
-    """Head, steps, blocks and epochs of a draft's training, from what `dspark-hf train` left beside it; else `None`."""
+    """Head, steps, blocks and epochs of a draft's training, from what `dspark-hf train` left beside it; else `None`.
+
+    Those of all its runs, where one went on from another's draft.
+    """
     record = Path(draft) / "training.json"
     if not record.is_file():
         return None
-    found = json.loads(record.read_text(encoding="utf-8"))
-    chosen = found["arguments"]
-    blocks = found["steps"] * found["processes"] * chosen["accumulate"] * chosen["batch_size"] * chosen["anchors"]
-    head = "none" if chosen["head"] == "none" else f"{chosen['head']}, rank {chosen['rank']}"
-    return {"head": head, "steps": found["steps"], "blocks": blocks, "epochs": found["epochs"]}
+    runs = [json.loads(record.read_text(encoding="utf-8"))]
+    while "continues" in runs[-1]:
+        runs.append(runs[-1]["continues"])
+    made = runs[-1]["arguments"]
+    return {
+        "head": "none" if made["head"] == "none" else f"{made['head']}, rank {made['rank']}",
+        "steps": sum(run["steps"] for run in runs),
+        "blocks": sum(_blocks(run) for run in runs),
+        "epochs": sum(run["epochs"] for run in runs),
+    }
+
+
+def _blocks(run: dict[str, Any]) -> int:
+    chosen = run["arguments"]
+    return run["steps"] * run["processes"] * chosen["accumulate"] * chosen["batch_size"] * chosen["anchors"]
 
 
 def rounded(value: Any) -> Any:

@@ -322,6 +322,9 @@ def _write_record(output: Path, args: argparse.Namespace, trainer, metrics: dict
         "last_log": losses[-1] if losses else {},
         "evaluation": metrics,
     }
+    earlier = None if args.draft is None else Path(args.draft) / RECORD_FILE
+    if earlier is not None and earlier.is_file():
+        record["continues"] = json.loads(earlier.read_text(encoding="utf-8"))
     (output / RECORD_FILE).write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 

@@ -27,6 +27,7 @@ from .profiling import profile_for
 from .ragged_cache import new_dynamic_cache
 from .settings import Settings, resolve_settings
 from .stopping import StopRules
+from .verifier import step_filler
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ def _policy(model, draft, path: str, settings: Settings, input_ids, cache, gener
         return ConstantPolicy(settings)
     rows, context = input_ids.shape[0], max(generation_config.max_length, cache.get_seq_length())
     profile = profile_for(model, draft, path, rows, min(context, input_ids.shape[1] + _PROFILED_AHEAD))
-    return ThroughputPolicy(settings, profile, settings.num_tokens, rows)
+    return ThroughputPolicy(settings, profile, settings.num_tokens, rows, step_filler(model, path))
 
 
 def _starting_cache(model, generation_config, model_kwargs: dict) -> tuple[DynamicCache, bool]:

@@ -29,7 +29,8 @@ class VerifyStep:
         counts (`list[int]`): Tokens per row, 1 + verify length.
         lengths (`torch.LongTensor` of shape `(R,)`): Slots in use per row before this forward.
         packed (`bool`): Tokens lie behind one another in one row, `[1, N]`; otherwise `[R, Q]`.
-        flat (`torch.LongTensor` of shape `(N,)`): Index of each packed token in the `[R * Q]` rectangle.
+        flat (`torch.LongTensor` of shape `(N,)`): Index of each packed token in the `[R * Q]` rectangle. The last may
+            come again, to fill up a step.
         delegate (`str`): The attention implementation that does the computing.
     """
 

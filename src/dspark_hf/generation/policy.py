@@ -20,6 +20,7 @@ from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
 from ..draft_width import DraftWidth
 from ..row_values import RowPace, banked_steps, row_values, step_shares
 from ..scheduling import (
+    Fill,
     Payoff,
     Schedule,
     budget_lengths,
@@ -172,11 +173,12 @@ class ThroughputPolicy(ConstantPolicy):
         profile (`ThroughputProfile`): What a step costs.
         width (`int`): Tokens drafted per round.
         rows (`int`): Rows of the call.
+        fill (`Fill`): Tokens that a step is filled up to; what there is room for is verified too.
     """
 
-    def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int):
+    def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int, fill: Fill = int):
         super().__init__(settings)
-        self.profile, self.width = profile, width
+        self.profile, self.width, self.fill = profile, width, fill
         # The gains of many rows vary less than those of one, so that fewer steps tell as much, and a probe costs more.
         many = {"allowance": 0.25 + 1.5 / rows, "patience": 2.0, "credit": 1.0, "first_pause": min(16, 4 * rows)}
         self.gate = DraftGate(**many) if rows > 1 else DraftGate()
@@ -247,9 +249,10 @@ class ThroughputPolicy(ConstantPolicy):
         worth = alive
         if self.row_gates is not None:
             worth = alive * torch.tensor(self._round.values, dtype=torch.float64)[:, None]
-        result, outlook = throughput_round(worth, limit=limits, **arguments)
+        result, outlook = throughput_round(worth, limit=limits, fill=self.fill, **arguments)
         stale, self._budget = self._budget, self._next_budget(result, outlook)
         if stale is not None:
+            stale = stale and self.fill(len(rows) + stale) - len(rows)
             result = predict(worth, budget_lengths(worth, stale, limits), **arguments)
         self._round.promised = result.expected_tokens / len(rows)
         kept = torch.arange(width) < result.lengths[:, None]

@@ -1,5 +1,7 @@
 """One target forward that verifies the drafted tokens of all rows."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -42,6 +44,7 @@ class Verifier:
     def __init__(self, model, layers, cache: RaggedCache, path: str, padding: torch.Tensor | None):
         self.model, self.cache, self.path = model, cache, path
         self.masks = MaskBuilder(model, padding)
+        self.fill = step_filler(model, path)
         self.configs = attention_configs(layers)
         name = original_attention(model.config.get_text_config(decoder=True))
         # ragged rows need a mask that only these two read; both compute what other kernels compute
@@ -58,11 +61,16 @@ class Verifier:
             capture (`TapCapture`, *optional*): Reads the tapped states of this forward.
 
         Returns:
-            Logits `(N, V)` of the N verified tokens, their tapped states `(N, T * H)` (None without capture), and for
-            each its row `(N,)` and its offset in the block `(N,)`.
+            Logits `(N, V)` of the N verified tokens; of the N' >= N tokens that were computed their tapped states
+            `(N', T * H)` (None without capture), their rows `(N',)` and their offsets in the block `(N',)`. Those
+            behind the first N repeat the last one.
         """
         cache, device = self.cache, tokens.device
         rows, offsets = block_index(counts, device)
+        verified = len(rows)
+        if min(counts) < max(counts):
+            spare = self.fill(verified) - verified
+            rows, offsets = (torch.cat([part, part[-1:].expand(spare)]) for part in (rows, offsets))
         lengths = on_device(cache.lengths, device)
         width, packed = max(counts), self.path == PACKED
         flat = rows * width + offsets
@@ -94,9 +102,28 @@ class Verifier:
             logits = self.model(**inputs).logits
         states = capture.take() if capture is not None else None
         if packed:
-            return logits[0], None if states is None else states[0], rows, offsets
+            return logits[0, :verified], None if states is None else states[0], rows, offsets
         logits = logits.flatten(0, 1)[flat]
         return logits, None if states is None else states.flatten(0, 1)[flat.to(states.device)], rows, offsets
+
+
+def step_filler(model, path: str) -> Callable[[int], int]:
+    """
+    How many tokens a step computes that verifies different numbers of rows' drafts, by how many it verifies.
+
+    Half-precision kernels of CPUs are compiled for every number of tokens when it first occurs: 15 ms a step of 135
+    million parameters, where one token more costs 0.6. So packed steps keep to few numbers there; elsewhere it is the
+    number itself.
+    """
+    weight = model.get_input_embeddings().weight
+    if path != PACKED or weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float16):
+        return lambda tokens: tokens
+
+    def fill(tokens: int) -> int:
+        step = 1 if tokens <= 8 else 8 if tokens <= 64 else 16
+        return -(-tokens // step) * step
+
+    return fill
 
 
 def block_index(counts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
