@@ -13,7 +13,8 @@ from dspark_hf.cli import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "checkpoints" / "smollm2-135m-instruct-dspark"
-RECIPE = ROOT / "examples" / "smollm2.args"
+# One after the other: `continues` of a record is the run before it.
+RECIPES = [ROOT / "examples" / name for name in ("smollm2-longer.args", "smollm2.args")]
 
 
 def test_folder_is_small_and_whole():
@@ -26,15 +27,18 @@ def test_folder_is_small_and_whole():
     assert not config["stores_head"] and not config["stores_embedding"]
 
 
-def test_recipe_is_what_it_was_trained_with():
+def test_recipes_are_what_it_was_trained_with():
     record = json.loads((FOLDER / "training.json").read_text())
-    needed = ["--model", "", "--data", "", "--output", ""]
-    recipe = vars(build_parser().parse_args(["train", f"@{RECIPE}", *needed]))
-    # places, how it was run, and what `max_steps` takes the place of
-    apart = {"model", "data", "eval_data", "output", "resume", "dtype", "device", "run", "command", "epochs"}
-    changed = {key for key in record["arguments"] if key not in apart and record["arguments"][key] != recipe[key]}
-    assert not changed
-    assert record["steps"] == recipe["max_steps"]
+    for path in RECIPES:
+        needed = ["--model", "", "--data", "", "--output", ""]
+        recipe = vars(build_parser().parse_args(["train", f"@{path}", *needed]))
+        # places, how it was run, and what `max_steps` takes the place of
+        apart = {"model", "draft", "data", "eval_data", "output", "resume", "dtype", "device", "run", "command", "epochs"}
+        changed = {key for key in record["arguments"] if key not in apart and record["arguments"][key] != recipe[key]}
+        assert not changed, path.name
+        assert record["steps"] == recipe["max_steps"]
+        record = record.get("continues")
+    assert record is None
 
 
 def test_card_says_what_its_files_say():

@@ -180,7 +180,7 @@ class ThroughputPolicy(ConstantPolicy):
         super().__init__(settings)
         self.profile, self.width, self.fill = profile, width, fill
         # The gains of many rows vary less than those of one, so that fewer steps tell as much, and a probe costs more.
-        many = {"allowance": 0.25 + 1.5 / rows, "patience": 2.0, "credit": 1.0, "first_pause": min(16, 4 * rows)}
+        many = {"allowance": 0.25 + 2.5 / rows, "patience": 2.0, "credit": 1.0, "first_pause": min(16, 4 * rows)}
         self.gate = DraftGate(**many) if rows > 1 else DraftGate()
         self.row_gates = [DraftGate() for _ in range(rows)] if rows > 1 else None
         self.tracker, self.pace, self.reach = AcceptanceTracker(width), RowPace(), DraftWidth(width)
