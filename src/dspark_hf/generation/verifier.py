@@ -66,11 +66,9 @@ class Verifier:
             behind the first N repeat the last one.
         """
         cache, device = self.cache, tokens.device
-        rows, offsets = block_index(counts, device)
-        verified = len(rows)
-        if min(counts) < max(counts):
-            spare = self.fill(verified) - verified
-            rows, offsets = (torch.cat([part, part[-1:].expand(spare)]) for part in (rows, offsets))
+        verified = sum(counts)
+        computed = self.fill(verified) if min(counts) < max(counts) else verified
+        rows, offsets = block_index(counts, device, computed)
         lengths = on_device(cache.lengths, device)
         width, packed = max(counts), self.path == PACKED
         flat = rows * width + offsets
@@ -126,12 +124,15 @@ def step_filler(model, path: str) -> Callable[[int], int]:
     return fill
 
 
-def block_index(counts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and offset of each of the `sum(counts)` tokens when rows lie behind one another."""
+def block_index(counts: list[int], device: torch.device, computed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and offset of each token when rows lie behind one another; the last one again up to `computed` in all."""
     tokens_per_row = torch.tensor(counts)
     rows = torch.arange(len(counts)).repeat_interleave(tokens_per_row)
     starts = tokens_per_row.cumsum(0) - tokens_per_row
     offsets = torch.arange(rows.shape[0]) - starts[rows]
+    if spare := computed - rows.shape[0]:
+        # on the host, before the copy: an accelerator has nothing to do for it
+        rows, offsets = (torch.cat([part, part[-1:].expand(spare)]) for part in (rows, offsets))
     return on_device(rows, device), on_device(offsets, device)
 
 
