@@ -3,9 +3,9 @@
     python benchmarks/load.py --target TARGET --draft DRAFT --prompts prompts.jsonl --output load.json
 
 Every batch is answered by plain `generate()` and with the draft under three rules, all slots verified ("7 drafted"),
-the confidence threshold, and Algorithm 1 on the measured cost table ("throughput"), taking turns in an order that
-rotates. What must hold, and is judged at the end: throughput is the best rule or close to it at every number of rows,
-never much slower than plain decoding, and verifies less as rows are added.
+the confidence threshold, and Algorithm 1 on the measured cost table ("throughput", with and without copies from the
+text), taking turns in an order that rotates. What must hold, and is judged at the end: throughput is the best rule or
+close to it at every number of rows, never much slower than plain decoding, and verifies less as rows are added.
 
 All answers run to the full length, whatever end-of-sequence token they hold. In half precision near-ties between tokens
 flip with the shape of a batch, and a rule whose answers happen to be easy to draft would look better than it is. So
@@ -13,7 +13,8 @@ greedy rules answer what plain `generate()` answered: before a round's acceptanc
 above all others, which decides near-ties and nothing else.
 
 Never slower also means: with a draft that is no good. A copy of the draft with random weights and high confidences
-answers beside plain decoding over a fixed number of tokens ("useless draft").
+answers beside plain decoding over a fixed number of tokens ("useless draft"), without copies, which would make up for
+it.
 
 Machines change speed from minute to minute, by more than the differences at stake. So the same runs are reckoned by a
 cost table too, measured at the end with all its points taking turns: what their rounds, and plain decoding's steps,
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report["results"], report["useless"], runs = [], [], []
     for rows in args.rows:
         runs += measure(args, target, draft, prompts, rows)
-        print_results([result for result, _ in runs[-len(prompts) * 4 :]])
+        print_results([result for result, _ in runs[-len(prompts) * 5 :]])
     for rows in args.useless_rows:
         report["useless"].append(measure_useless(args, target, draft, prompts, rows))
     table = cost_table(args, target, draft, prompts)
@@ -160,6 +161,7 @@ def measure(
         Setting("constant", block),
         Setting("confidence", block, args.threshold),
         Setting(THROUGHPUT, block),
+        Setting(THROUGHPUT, block, copies=False),
     ]
     runner = Runner(args, target, draft)
     batches = batches_of(args, target, prompts, rows, args.limit)
@@ -176,7 +178,7 @@ def measure(
             for setting in settings[turn:] + settings[:turn]:
                 with timed_scheduling() as spent, following(reference.answers):
                     runner.run(setting, batch, measured[setting][number])
-                deciding[batch.source] += spent[0] if setting.schedule == THROUGHPUT else 0.0
+                deciding[batch.source] += spent[0] if setting.name == THROUGHPUT else 0.0
     results = []
     for domain in deciding:
         chosen = {s: [m for m in measured[s] if m.source == domain] for s in settings}
@@ -186,7 +188,7 @@ def measure(
                 stats = total(chosen[setting])
                 result["share_without_draft"] = stats.share_without_draft
                 result["expected_tau"] = stats.expected_tau
-                if setting.schedule == THROUGHPUT:
+                if setting.name == THROUGHPUT:
                     result["scheduling"] = deciding[domain] / (stats.seconds - stats.prefill_seconds)
             results.append((result, chosen[setting]))
     return results
@@ -220,13 +222,13 @@ def reckon(table: ThroughputProfile, result: dict[str, Any], measurements: list[
         for event in run.stats.round_events:
             count = len(event.rows)
             seconds += table.verify_seconds(count + sum(event.verify_lengths), count, context)
-            seconds += table.draft_seconds(count, len(event.drafted[0])) if any(event.drafted) else 0.0
+            seconds += table.draft_seconds(count, event.draft_width) if event.draft_width else 0.0
     return {"tokens_per_second_by_table": tokens / seconds}
 
 
 @contextmanager
 def timed_scheduling() -> Iterator[list[float]]:
-    """Adds up the seconds that the throughput policy takes to decide, in the first entry of the list."""
+    """Adds up the seconds that deciding takes, copies searched for included, in the first entry of the list."""
     spent = [0.0]
 
     def timed(method):
@@ -238,14 +240,16 @@ def timed_scheduling() -> Iterator[list[float]]:
 
         return run
 
-    originals = {name: getattr(ThroughputPolicy, name) for name in ("wants_draft", "plan", "observe")}
-    for name, method in originals.items():
-        setattr(ThroughputPolicy, name, timed(method))
+    deciding = [(DecodingLoop, "_offer_copies")]
+    deciding += [(ThroughputPolicy, name) for name in ("wants_draft", "plan", "observe")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in deciding]
+    for owner, name, method in originals:
+        setattr(owner, name, timed(method))
     try:
         yield spent
     finally:
-        for name, method in originals.items():
-            setattr(ThroughputPolicy, name, method)
+        for owner, name, method in originals:
+            setattr(owner, name, method)
 
 
 @contextmanager
@@ -288,7 +292,7 @@ def useless_copy(draft: DSparkDraftModel) -> DSparkDraftModel:
 
 def measure_useless(args, target, draft: DSparkDraftModel, prompts: dict, rows: int) -> dict[str, Any]:
     """A useless draft under the scheduler against plain decoding."""
-    settings = [PLAIN, Setting(THROUGHPUT, draft.config.num_draft_tokens)]
+    settings = [PLAIN, Setting(THROUGHPUT, draft.config.num_draft_tokens, copies=False)]
     runner = Runner(args, target, useless_copy(draft))
     batches = batches_of(args, target, prompts, rows, 1)
     length = args.useless_tokens

@@ -14,12 +14,14 @@ from transcript import Token
 
 _NAMES = {
     "accepted": "accepted draft",
+    "copied": "accepted copy",
     "bonus": "bonus token",
     "correction": "correction",
     "plain": "plain token",
 }
 _MEANINGS = {
     "accepted": "drafted by the small model, and the target agreed",
+    "copied": "taken from earlier in the text, and the target agreed",
     "bonus": "the target's own next token after a block it agreed with",
     "correction": "the target's own token where it disagreed with the draft",
     "plain": "the target alone: nothing was drafted or checked for it",
@@ -131,7 +133,8 @@ def round_panel(record: dict | None) -> str:
         return note("The rounds appear here: what was drafted, how far it was trusted, and what the target kept.")
     drafted, verified, accepted = record["drafted"], record["verified"], record["accepted"]
     own = record["committed"][accepted] if len(record["committed"]) > accepted else None
-    head = f"<h4>Round {record['index'] + 1}: {len(drafted)} drafted, {verified} checked, {accepted} accepted</h4>"
+    how = "copied" if record.get("copied") else "drafted"
+    head = f"<h4>Round {record['index'] + 1}: {len(drafted)} {how}, {verified} checked, {accepted} accepted</h4>"
     if not drafted:
         said = "Nothing was drafted: it was not expected to pay, or there was room for one more token only."
         return f'{head}{note(said)}<ol class="ds-slots">{_own_card("plain", own)}</ol>'

@@ -128,10 +128,10 @@ class Session:
     def reliability(self) -> tuple[list[tuple[float, float, float]], float]:
         """Bins of survival over all slots (mean promised, mean realised, weight), and the calibration error."""
         scored = [
-            (scores, kept, length)
+            (event.confidence[place], event.accepted[place], event.verify_lengths[place])
             for event in self.stats.round_events
-            for scores, kept, length in zip(event.confidence or (), event.accepted, event.verify_lengths)
-            if length
+            for place in (event.draft_rows if event.confidence else ())
+            if event.verify_lengths[place]
         ]
         if not scored:
             return [], math.nan
@@ -146,7 +146,8 @@ class Session:
 
     def survival(self) -> list[list[float]]:
         """Survival by slot of the latest drafted rows."""
-        return [row for event in self.stats.round_events[-64:] for row in event.survival or ()]
+        events = [event for event in self.stats.round_events[-64:] if event.survival and event.draft_width]
+        return [event.survival[place] for event in events for place in event.draft_rows]
 
 
 class Sessions:

@@ -1,10 +1,11 @@
 """From token ids to text and its origin: what each committed token is, and what a round says in words.
 
-Every token of an answer came in one of four ways (`KINDS`):
+Every token of an answer came in one of five ways (`KINDS`):
 
 * plain: the target's own, without a draft to help: the first token, and rounds that verified nothing;
 * accepted: drafted, and the target agreed;
-* correction: the target's own in place of the first drafted token it did not agree with;
+* copied: taken from earlier in the text instead, and the target agreed;
+* correction: the target's own in place of the first proposed token it did not agree with;
 * bonus: the target's own behind a block that it agreed with throughout.
 
 The records made here are what the page draws and what a visitor can download, one JSON object a line.
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from runs import Update
 
-KINDS = ("accepted", "bonus", "correction", "plain")
+KINDS = ("accepted", "copied", "bonus", "correction", "plain")
 _PART = "\ufffd"  # what half a character decodes to
 
 
@@ -29,10 +30,11 @@ class Token(NamedTuple):
     confidence: float | None = None
 
 
-def kinds(verified: int, accepted: int, committed: int) -> list[str]:
+def kinds(verified: int, accepted: int, committed: int, copied: bool = False) -> list[str]:
     """The kinds of the tokens that one row committed in a round."""
     own = "plain" if not verified else "bonus" if accepted == verified else "correction"
-    return ["accepted" if slot < accepted else own for slot in range(committed)]
+    kept = "copied" if copied else "accepted"
+    return [kept if slot < accepted else own for slot in range(committed)]
 
 
 class Transcript:
@@ -63,7 +65,8 @@ class Transcript:
             texts = []
             for slot, row in enumerate(event.rows):
                 committed = event.committed[slot]
-                how = kinds(event.verify_lengths[slot], event.accepted[slot], len(committed))
+                copied = bool(event.copied) and event.copied[slot]
+                how = kinds(event.verify_lengths[slot], event.accepted[slot], len(committed), copied)
                 confidence = event.confidence[slot] if event.confidence else []
                 texts.append(self._append(row, committed, how, confidence))
             drafted = [[self.label(token) for token in tokens] for tokens in event.drafted]
@@ -75,7 +78,8 @@ class Transcript:
         self.ids[row].extend(tokens)
         scores = [*confidence[: len(tokens)], *[None] * len(tokens)]
         self.rows[row].extend(
-            Token(text, kind, score if kind == "accepted" else None) for text, kind, score in zip(texts, how, scores)
+            Token(text, kind, score if kind in ("accepted", "copied") else None)
+            for text, kind, score in zip(texts, how, scores)
         )
         return texts
 
@@ -99,8 +103,8 @@ def one_row(record: dict, row: int) -> dict:
     A row's share of a "round" record.
 
     Returns:
-        `dict`: "index", "drafted", "confidence", "survival" by slot (the latter two may be empty), "verified" and
-        "accepted" counts, "committed" texts.
+        `dict`: "index", "drafted", "confidence", "survival" by slot (the latter two may be empty), whether they were
+        "copied", "verified" and "accepted" counts, "committed" texts.
     """
     at = record["rows"].index(row)
     return {
@@ -108,6 +112,7 @@ def one_row(record: dict, row: int) -> dict:
         "drafted": record["drafted_text"][at],
         "confidence": record["confidence"][at] if record["confidence"] else [],
         "survival": record["survival"][at] if record["survival"] else [],
+        "copied": bool(record.get("copied")) and record["copied"][at],
         "verified": record["verify_lengths"][at],
         "accepted": record["accepted"][at],
         "committed": record["committed_text"][at],

@@ -40,8 +40,9 @@ def use_cost(monkeypatch, cost) -> None:
     monkeypatch.setattr("dspark_hf.generation.hook.profile_for", lambda *args, **kwargs: cost)
 
 
-def use_schedule(draft, schedule: str, threshold: float = 0.0):
-    """Sets the schedule of a draft and returns it."""
+def use_schedule(draft, schedule: str, threshold: float = 0.0, copies: bool = True):
+    """Sets the schedule of a draft and returns it; without `copies` it never copies from the text."""
+    draft.generation_config.prompt_lookup_num_tokens = None if copies else 0
     draft.generation_config.num_assistant_tokens_schedule = schedule
     draft.generation_config.assistant_confidence_threshold = threshold
     return draft

@@ -41,7 +41,8 @@ def test_report(tiny_pair, prompts, tmp_path, capsys):
     assert report["draft_shape"]["block"] == 7 and report["draft_shape"]["head"] == "rnn"
     assert set(report["unavailable"]) == {"compiled", "DFlash", "assistant"}
     cells = {(r["rows"], r["domain"], r["method"]) for r in report["results"]}
-    domains, drafted = ("all", "math", "code", "poems"), ("3 drafted", "7 drafted", "confidence", "throughput")
+    domains = ("all", "math", "code", "poems")
+    drafted = ("3 drafted", "7 drafted", "confidence", "throughput", "throughput, no copies")
     single, batched = ("plain", "static cache", "prompt lookup", *drafted), ("plain", "static cache", *drafted)
     expected = {(1, domain, method) for domain in domains for method in single}
     assert cells == expected | {(2, domain, method) for domain in domains for method in batched}

@@ -128,7 +128,8 @@ def test_every_method_gives_plain_greedy_answers_in_float32(pair, rank_zero, row
     report = Benchmark(target, draft, baselines, plan).run({"math": rows})
     assert set(report["unavailable"]) == {COMPILED}
     methods = {result["method"] for result in report["results"] if result["rows"] == 1}
-    assert methods == {"plain", "3 drafted", "confidence", "throughput", *BASELINES} - {COMPILED}
+    ours = {"3 drafted", "confidence", "throughput", "throughput, no copies"}
+    assert methods == {"plain", *ours, *BASELINES} - {COMPILED}
     batched = {result["method"] for result in report["results"] if result["rows"] == 3}
     assert methods - batched == {"prompt lookup", "DFlash", "assistant"}
     for result in report["results"]:
@@ -325,10 +326,10 @@ def test_limits_are_whole_batches(pair, rows):
 def test_settings_follow_the_draft(pair, rank_zero):
     plan = Plan(draft_lengths=(3,))
     assert [s.name for s in plan.settings(pair[1], 4, ["static cache"])] == [
-        *("plain", "static cache", "3 drafted", "confidence", "throughput")
+        *("plain", "static cache", "3 drafted", "confidence", "throughput", "throughput, no copies")
     ]
     thin = Plan(draft_lengths=(3,), thin_batches=True)
     assert [s.name for s in thin.settings(pair[1], 4, ["static cache"])] == ["plain", "3 drafted", "throughput"]
-    assert len(thin.settings(pair[1], 1, ["static cache"])) == 5
+    assert len(thin.settings(pair[1], 1, ["static cache"])) == 6
     assert [s.name for s in plan.settings(rank_zero)] == ["plain", "3 drafted"]
     assert Setting(baseline="prompt lookup").name == "prompt lookup"

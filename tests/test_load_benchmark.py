@@ -43,7 +43,7 @@ def test_load(tiny_pair, prompts, tmp_path, capsys):
     report = json.loads(text)
     assert str(tmp_path) not in text and str(tiny_pair[0]) not in text
     found = {(result["rows"], result["domain"], result["setting"]) for result in report["results"]}
-    rules = ("plain", "7 drafted", "confidence", "throughput")
+    rules = ("plain", "7 drafted", "confidence", "throughput", "throughput, no copies")
     assert found == {(rows, domain, rule) for rows in (1, 2) for domain in ("math", "chat") for rule in rules}
     for result in report["results"]:
         assert result["tokens_per_second"] > 0 and result["tokens_per_second_by_table"] > 0

@@ -18,7 +18,8 @@ from targets import build, clear_prompts, plain_greedy
 from transformers import StoppingCriteria
 
 from dspark_hf.draft_gate import DraftGate
-from dspark_hf.generation.policy import LOAD, ConstantPolicy, Load, ThroughputPolicy
+from dspark_hf.generation.load import LOAD, Load
+from dspark_hf.generation.policy import ConstantPolicy, ThroughputPolicy
 from dspark_hf.generation.settings import Settings
 
 LENGTHS = (3, 7, 12)
@@ -292,17 +293,18 @@ def model_time(stats) -> tuple[float, float]:
 
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("draft_cost", [0.005, 0.02])
-def test_a_useless_draft_costs_at_most_three_percent(count, draft_cost, monkeypatch):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_useless_draft_costs_at_most_three_percent(count, draft_cost, copies, monkeypatch):
     """Sure of everything, always wrong: over 256 tokens the scheduler gives it up, and says so in the statistics."""
     use_cost(monkeypatch, KnownCost(draft=draft_cost))
     target, rows = target_and_rows((7, 3, 12, 5)[:count], 256)
     draft = planted_for(target, rows, 256, pattern=(0,), confidence=[0.98] * 7)
-    output = check_exact(target, use_schedule(draft, "throughput"), rows, max_new_tokens=256)
+    output = check_exact(target, use_schedule(draft, "throughput", copies=copies), rows, max_new_tokens=256)
     stats = output.dspark_stats
     spent, plain = model_time(stats)
     assert spent <= 1.03 * plain
-    assert stats.accepted == 0 and stats.share_without_draft > 0.9
-    assert stats.share_without_draft == sum(not any(e.drafted) for e in stats.round_events) / stats.rounds
+    assert stats.accepted == stats.copied and (copies or not stats.copied) and stats.share_without_draft > 0.9
+    assert stats.share_without_draft == sum(not e.draft_width for e in stats.round_events) / stats.rounds
     assert stats.time_saved is not None and stats.expected_tau > 1
 
 
@@ -322,7 +324,7 @@ def one_good_one_bad(target, rows, budget):
     good, bad = plain_greedy(target, rows, budget)
     wrong = [(token + 1) % 96 for token in bad]
     draft = planted_draft(target).plan([rows[0] + good, rows[1] + wrong], pattern=(7, 6, 5), confidence=[0.9] * 7)
-    return use_schedule(draft, "throughput")
+    return use_schedule(draft, "throughput", copies=False)
 
 
 def test_a_row_whose_drafts_fail_does_not_pay_for_the_others(monkeypatch):

@@ -14,7 +14,7 @@ LAYERS = {
     "leaf": {"_compat", "ops", "stats"},
     "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
     "mathematics": {
-        *("sampling", "scheduling", "draft_gate", "draft_width", "row_values"),
+        *("sampling", "scheduling", "copying", "draft_gate", "draft_width", "row_values"),
         *("calibration", "confidence_metrics", "throughput", "fingerprints", "plots"),
     },
     "runtime": {"generation"},

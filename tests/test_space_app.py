@@ -224,7 +224,8 @@ def test_a_run_streams_the_plain_answer_with_its_origins(pair):
     events = updates[-1].stats.round_events
     assert [event for update in updates for event in update.rounds] == events
     how = [token.kind for token in written.rows[0]]
-    assert how[0] == "plain" and how.count("accepted") == sum(event.accepted[0] for event in events) > 0
+    kept = how.count("accepted") + how.count("copied")
+    assert how[0] == "plain" and kept == sum(event.accepted[0] for event in events) > 0
     assert "correction" in how or "bonus" in how
     assert [update.is_last for update in updates] == [False] * (len(updates) - 1) + [True]
 

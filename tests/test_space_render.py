@@ -81,6 +81,7 @@ def test_kinds():
     assert kinds(verified=2, accepted=2, committed=3) == ["accepted", "accepted", "bonus"]
     assert kinds(verified=0, accepted=0, committed=1) == ["plain"]
     assert kinds(verified=7, accepted=2, committed=2) == ["accepted", "accepted"], "the answer ended with a draft"
+    assert kinds(verified=4, accepted=2, committed=3, copied=True) == ["copied", "copied", "correction"]
 
 
 def test_every_token_is_marked_by_its_origin(trace, rounds):
@@ -127,6 +128,12 @@ def test_the_round_panel_says_what_became_of_each_slot(rounds):
     assert cut_short and replaced, "the trace shows a cut and a replacement"
 
 
+def test_a_copied_block_is_called_so(rounds):
+    record = next(record for record in rounds if record["accepted"][0])
+    assert "drafted," in render.round_panel(one_row(record, 0))
+    assert "copied," in render.round_panel(one_row(record | {"copied": [True]}, 0))
+
+
 def test_a_round_without_a_draft(trace):
     empty = [record for record in trace[1] if record["type"] == "round" and not any(record["drafted"])]
     page = Page(render.round_panel(one_row(empty[0], empty[0]["rows"][0])))
@@ -137,7 +144,7 @@ def test_marks_need_no_colour():
     """Each origin and outcome has a line, a weight, a frame or a sign of its own."""
     css = (ROOT / "space" / "style.css").read_text(encoding="utf-8")
     rule = {name: "".join(re.findall(rf"\.ds-{name}(?:::after)? {{([^}}]*)}}", css)) for name in KINDS}
-    assert "underline" in rule["accepted"]
+    assert "underline" in rule["accepted"] and "underline dotted" in rule["copied"]
     assert "font-weight: 700" in rule["bonus"] and 'content: "+"' in rule["bonus"]
     assert "border:" in rule["correction"]
     assert rule["plain"] == ""

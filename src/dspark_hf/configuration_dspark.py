@@ -298,13 +298,14 @@ def validate_generation_config(generation_config: GenerationConfig, config: DSpa
     """Checks the drafting knobs of `generation_config` against the draft they are meant for.
 
     Args:
-        generation_config (`GenerationConfig`): only `num_assistant_tokens`, `assistant_confidence_threshold` and
-            `num_assistant_tokens_schedule` are read; `None` means unset and passes.
+        generation_config (`GenerationConfig`): only `num_assistant_tokens`, `assistant_confidence_threshold`,
+            `num_assistant_tokens_schedule` and `prompt_lookup_num_tokens` are read; `None` means unset and passes.
         config (`DSparkConfig`): the draft's configuration.
 
     Raises:
         ValueError: for a schedule other than `"constant"`, `"confidence"` or `"throughput"`, a schedule that needs
-            the confidence head this draft lacks, a token count below 1, or a threshold outside [0, 1].
+            the confidence head this draft lacks, a token count below 1 (of copied tokens: below 0), or a threshold
+            outside [0, 1].
     """
     schedule = generation_config.num_assistant_tokens_schedule
     if schedule is not None:
@@ -317,6 +318,9 @@ def validate_generation_config(generation_config: GenerationConfig, config: DSpa
     count = generation_config.num_assistant_tokens
     if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
         raise ValueError(f"`num_assistant_tokens` must be an integer of at least 1, got {count!r}.")
+    copied = generation_config.prompt_lookup_num_tokens
+    if copied is not None and (not isinstance(copied, int) or isinstance(copied, bool) or copied < 0):
+        raise ValueError(f"`prompt_lookup_num_tokens` must be an integer; 0 copies nothing, got {copied!r}.")
     threshold = generation_config.assistant_confidence_threshold
     if threshold is not None and not 0.0 <= threshold <= 1.0:
         raise ValueError(

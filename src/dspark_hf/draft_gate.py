@@ -219,8 +219,9 @@ class AcceptanceTracker:
         if not 0.0 <= prior <= 1.0:
             raise ValueError(f"prior must lie between 0 and 1, got {prior}.")
         self.decay = decay
-        self._tries = torch.full((num_slots,), prior_weight, dtype=torch.float64)
-        self._hits = self._tries * prior
+        # lists: for so few numbers they are faster than tensors
+        self._tries = [prior_weight] * num_slots
+        self._hits = [prior_weight * prior] * num_slots
 
     def update(self, accepted: Tensor | Sequence[int], lengths: Tensor | Sequence[int]) -> None:
         """Take in a round.
@@ -229,18 +230,21 @@ class AcceptanceTracker:
             accepted ([R]): accepted drafts per row.
             lengths ([R]): verified drafts per row.
         """
-        accepted = torch.as_tensor(accepted, device="cpu")[:, None]
-        slots = torch.arange(self._tries.shape[0])
-        tried = (slots < torch.as_tensor(lengths, device="cpu")[:, None]) & (slots <= accepted)
-        # A slot that nobody tried keeps what is known of it.
-        keep = torch.where(tried.any(0), self.decay, 1.0)
-        self._tries = keep * self._tries + tried.sum(0)
-        self._hits = keep * self._hits + (tried & (slots < accepted)).sum(0)
+        slots = len(self._tries)
+        tries, hits = [0] * slots, [0] * slots
+        for kept, length in zip(map(int, accepted), map(int, lengths)):
+            for slot in range(min(length, kept + 1, slots)):
+                tries[slot] += 1
+                hits[slot] += slot < kept
+        for slot in range(slots):
+            if tries[slot]:  # a slot that nobody tried keeps what is known of it
+                self._tries[slot] = self.decay * self._tries[slot] + tries[slot]
+                self._hits[slot] = self.decay * self._hits[slot] + hits[slot]
 
     @property
     def conditional(self) -> Tensor:
         """[K], float64: acceptance of a slot after the slots before it were accepted."""
-        return self._hits / self._tries
+        return torch.tensor([hits / tries for hits, tries in zip(self._hits, self._tries)], dtype=torch.float64)
 
     def confidence(self, num_rows: int) -> Tensor:
         """[R, K], float64: `conditional` for every row, in place of scores from a confidence head."""

@@ -16,13 +16,14 @@ class RoundEvent:
     Attributes:
         index (`int`): Round number within the call, from 0.
         rows (`list[int]`): Rows that took part, by their number in the batch. The lists below follow this order.
-        drafted (`list[list[int]]`): Drafted token ids; empty in a round without a draft.
+        drafted (`list[list[int]]`): Proposed token ids, drafted or copied; empty for rows without a proposal.
         confidence (`list[list[float]]`, *optional*): Conditional acceptance probability of each slot (eq. 7).
         survival (`list[list[float]]`, *optional*): Running product of the confidences.
         verify_lengths (`list[int]`): Drafted tokens submitted to the target.
         accepted (`list[int]`): Drafted tokens kept.
         committed (`list[list[int]]`): Token ids added to each row, the target's own last token included.
         draft_seconds, verify_seconds (`float`): Wall time of the draft and of the target's forward.
+        copied (`list[bool]`): Rows whose tokens were copied from their own text instead; empty where none was.
         load (`int`): Rows that other calls were decoding on the same target.
         expected_tokens (`float`, *optional*): Tokens the confidences promised for the round, over all rows.
         expected_seconds (`float`, *optional*): What the cost table predicted for the round.
@@ -39,10 +40,21 @@ class RoundEvent:
     committed: list[list[int]]
     draft_seconds: float
     verify_seconds: float
+    copied: list[bool] = field(default_factory=list)
     load: int = 0
     expected_tokens: float | None = None
     expected_seconds: float | None = None
     plain_seconds: float | None = None
+
+    @property
+    def draft_rows(self) -> list[int]:
+        """Places in the lists of the rows that did not copy."""
+        return [place for place in range(len(self.rows)) if not self.copied or not self.copied[place]]
+
+    @property
+    def draft_width(self) -> int:
+        """Tokens drafted for each row that did not copy; 0 where nothing was drafted."""
+        return max((len(self.drafted[place]) for place in self.draft_rows), default=0)
 
     @property
     def time_saved(self) -> float | None:
@@ -96,7 +108,7 @@ class GenerationStats:
 
     @property
     def drafted(self) -> int:
-        """Drafted tokens, verified or not."""
+        """Drafted or copied tokens, verified or not."""
         return sum(len(tokens) for event in self.round_events for tokens in event.drafted)
 
     @property
@@ -113,20 +125,28 @@ class GenerationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Per slot, the share of blocks verified that far whose slot was accepted (conditional on nothing else)."""
+        """Per slot, the share of drafted blocks verified that far whose slot was accepted; copies do not count."""
         width = max((max(lengths, default=0) for lengths in self.verify_lengths), default=0)
         tried, kept = [0] * width, [0] * width
         for event in self.round_events:
-            for length, accepted in zip(event.verify_lengths, event.accepted):
-                for slot in range(length):
+            for place in event.draft_rows:
+                for slot in range(event.verify_lengths[place]):
                     tried[slot] += 1
-                    kept[slot] += slot < accepted
-        return [k / t for k, t in zip(kept, tried)]
+                    kept[slot] += slot < event.accepted[place]
+        width = tried.index(0) if 0 in tried else width
+        return [k / t for k, t in zip(kept[:width], tried)]
 
     @property
     def share_without_draft(self) -> float:
-        """Share of rounds in which nothing was drafted."""
-        return sum(not any(event.drafted) for event in self.round_events) / self.rounds if self.rounds else 0.0
+        """Share of rounds in which nothing was drafted, copies or not."""
+        return sum(not event.draft_width for event in self.round_events) / self.rounds if self.rounds else 0.0
+
+    @property
+    def copied(self) -> int:
+        """Tokens kept that were copied from the text."""
+        return sum(
+            kept for event in self.round_events for kept, copy in zip(event.accepted, event.copied) if copy
+        )
 
     @property
     def expected_tau(self) -> float | None:
@@ -171,7 +191,7 @@ class GenerationStats:
     def to_dict(self) -> dict:
         """Everything as plain data, ready for JSON."""
         names = (
-            "rounds", "drafted", "verified", "accepted", "tau", "acceptance_by_position", "draft_seconds",
+            "rounds", "drafted", "verified", "accepted", "copied", "tau", "acceptance_by_position", "draft_seconds",
             "verify_seconds", "other_seconds", "tokens_per_second", "share_without_draft", "expected_tau", "time_saved",
         )  # fmt: skip
         return asdict(self) | {name: getattr(self, name) for name in names}

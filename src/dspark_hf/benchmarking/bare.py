@@ -89,7 +89,7 @@ class BareForwards:
         rounds: Counter[tuple[int, int, int]] = Counter()
         for event in stats.round_events:
             length = round(sum(event.verify_lengths) / len(event.rows))
-            drafted = max(map(len, event.drafted))
+            drafted = event.draft_width
             rounds[len(event.rows), length, draft_length if drafted and constant else drafted] += 1
         shapes = dict.fromkeys(("draft", rows, drafted) for rows, _, drafted in sorted(rounds) if drafted)
         widths = {(rows, draft_length if constant else length) for rows, length, _ in rounds}

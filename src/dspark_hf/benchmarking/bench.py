@@ -78,13 +78,16 @@ class Plan:
         thresholds = {"confidence": self.threshold, "throughput": 0.0}
         # without a confidence head there is nothing to schedule by
         schedules = self.schedules if draft.config.enable_confidence_head else ()
+        # what the drafts do alone
+        alone = [Setting("throughput", block, copies=False)] if "throughput" in schedules else []
         if self.thin_batches and rows > 1:
-            baselines, schedules = (), [name for name in schedules if name == "throughput"]
+            baselines, schedules, alone = (), [name for name in schedules if name == "throughput"], []
         return [
             PLAIN,
             *(Setting(baseline=name) for name in baselines),
             *(Setting("constant", length) for length in self.draft_lengths),
             *(Setting(name, block, thresholds[name]) for name in schedules),
+            *alone,
         ]
 
 

@@ -26,18 +26,23 @@ from .prompts import Batch
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to generate. Without a schedule it is plain generation, or the `baseline` named."""
+    """One way to generate. Without a schedule it is plain generation, or the `baseline` named.
+
+    The schedule "throughput" copies where the text repeats itself, unless `copies` says no.
+    """
 
     schedule: str | None = None
     draft_length: int = 0
     threshold: float = 0.0
     baseline: str | None = None
+    copies: bool = True
 
     @property
     def name(self) -> str:
         if self.schedule is None:
             return self.baseline or "plain"
-        return f"{self.draft_length} drafted" if self.schedule == "constant" else self.schedule
+        name = f"{self.draft_length} drafted" if self.schedule == "constant" else self.schedule
+        return name if self.copies else f"{name}, no copies"
 
 
 class TokenWatch(BaseStreamer):
@@ -134,6 +139,7 @@ class Runner:
             config.num_assistant_tokens = setting.draft_length
             config.num_assistant_tokens_schedule = setting.schedule
             config.assistant_confidence_threshold = setting.threshold
+            config.prompt_lookup_num_tokens = None if setting.copies else 0
             inputs["assistant_model"] = self.draft
         elif setting.baseline is not None:
             inputs |= self.baselines[setting.baseline]
@@ -187,6 +193,7 @@ def speed(measurements: list[Measurement], plain: list[Measurement]) -> dict[str
         result |= {
             "path": total.path,
             "tau": total.tau,
+            "copied_share": total.copied / max(1, total.new_tokens),
             "acceptance_by_position": total.acceptance_by_position,
             "mean_verify_length": total.verified / max(1, sum(len(event.rows) for event in total.round_events)),
             "identical_rows": same,

@@ -29,8 +29,9 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "draft": ((Drafter, "draft_round"),),
     "verify": ((Verifier, "__call__"),),
     "context": ((Drafter, "extend"), (Drafter, "flush")),
-    "schedule": tuple(
-        (policy, name) for policy in (ConstantPolicy, ThroughputPolicy) for name in ("wants_draft", "plan", "observe")
+    "schedule": (
+        (DecodingLoop, "_offer_copies"),
+        *((owner, name) for owner in (ConstantPolicy, ThroughputPolicy) for name in ("wants_draft", "plan", "observe")),
     ),
     "processors": ((DecodingLoop, "_process"),),
     "accept": ((DecodingLoop, "_accept"),),
@@ -42,7 +43,7 @@ MEANING = {
     "draft": "the draft's forward and its sequential head",
     "verify": "the target's forward over anchors and drafted tokens, with masks and cache",
     "context": "new hidden states into the draft's context",
-    "schedule": "deciding how much to draft and to verify",
+    "schedule": "deciding what to draft, copy and verify",
     "processors": "logits processors, and scores in float32 where they are needed",
     "accept": "acceptance and the token that follows",
     "commit": "stopping rules, streaming, collecting tokens",

@@ -71,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
 def describe(stats: GenerationStats) -> str:
     """The statistics of a run, in two or three lines."""
     by_position = " ".join(f"{rate:.2f}" for rate in stats.acceptance_by_position)
+    copied = f", {stats.copied} of them copied from the text" if stats.copied else ""
     return "\n".join(
         (
             f"tau {stats.tau:.2f} tokens a round over {stats.rounds} rounds; {stats.accepted} of {stats.drafted} "
-            f"drafted tokens accepted (by position: {by_position or '-'})",
+            f"drafted tokens accepted{copied} (by position: {by_position or '-'})",
             f"draft {stats.draft_seconds:.2f} s, verify {stats.verify_seconds:.2f} s, "
             f"rest {stats.other_seconds:.2f} s",
         )

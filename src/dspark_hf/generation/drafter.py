@@ -16,23 +16,26 @@ _MOST_WAITING = 64  # rounds without a draft whose states are held back
 @dataclass
 class DraftRound:
     """
-    A drafted block of R rows.
+    A drafted block of R rows; some of them may hold a copy in its place, which may be longer.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(R, K)`): Target ids.
         confidence (`torch.Tensor` of shape `(R, K)`, *optional*): Conditional acceptance probabilities (eq. 7).
         q (`torch.Tensor` of shape `(R, K, V_draft)`, *optional*): The distribution each token was drawn from.
         q_drawn (`torch.Tensor` of shape `(R, K)`, *optional*): Its value at the drawn token.
+        copied (`torch.BoolTensor` of shape `(R,)`, *optional*): Rows whose tokens are copies; the above but for
+            `tokens` and `q_drawn` says nothing of them.
     """
 
     tokens: torch.Tensor
     confidence: torch.Tensor | None = None
     q: torch.Tensor | None = None
     q_drawn: torch.Tensor | None = None
+    copied: torch.Tensor | None = None
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DraftRound":
         """The same round with every tensor passed through `function`."""
-        parts = (self.tokens, self.confidence, self.q, self.q_drawn)
+        parts = (self.tokens, self.confidence, self.q, self.q_drawn, self.copied)
         return DraftRound(*(None if part is None else function(part) for part in parts))
 
 
@@ -215,6 +218,17 @@ class Drafter:
         if saved is None:
             return logits
         return apply_calibration(logits, *(saved.get(name) and saved[name][: logits.shape[1]] for name in _FIELDS))
+
+    def q_at(self, drafted: DraftRound, slots: torch.Tensor, size: int) -> torch.Tensor:
+        """What each row's token at `slots` `(R,)` was drawn from, over `size` target ids."""
+        row = torch.arange(slots.shape[0], device=slots.device)
+        if drafted.q is not None:
+            drawn = drafted.q[row, slots.clamp_max(drafted.q.shape[1] - 1)]
+            q = self.in_target_vocabulary(drawn, size)
+        if drafted.copied is None:
+            return q
+        certain = torch.nn.functional.one_hot(drafted.tokens[row, slots], size).to(drafted.q_drawn.dtype)
+        return certain if drafted.q is None else torch.where(drafted.copied[:, None], certain, q)
 
     def in_target_vocabulary(self, q: torch.Tensor, size: int) -> torch.Tensor:
         """Spreads draft-vocabulary probabilities `(R, V_draft)` over `size` target ids."""

@@ -42,6 +42,10 @@ _OTHER_ASSISTANCE = {
     "constraints": (None,),
     "force_words_ids": (None,),
 }
+_HINTS = {
+    "prompt_lookup_num_tokens": " The draft's scheduler copies from the text by itself; how much is set in "
+    "`draft.generation_config.prompt_lookup_num_tokens` (0: nothing)."
+}
 # First slots to see before a draft is called useless, and the share of them accepted below which it is.
 _ENOUGH_ROUNDS, _USELESS = 48, 0.02
 # Tokens beyond the prompt for which the cost table must hold when a call starts.
@@ -64,7 +68,10 @@ def validate_call(model, draft: DSparkDraftModel, mode: GenerationMode | None, c
         raise ValueError("`num_beams` must be 1 with a DSpark draft: beam search cannot be drafted for.")
     for name, off in _OTHER_ASSISTANCE.items():
         if getattr(config, name, None) not in off:
-            raise ValueError(f"`{name}` cannot be used together with a DSpark draft as `assistant_model`; drop one.")
+            hint = _HINTS.get(name, "")
+            raise ValueError(
+                f"`{name}` cannot be used together with a DSpark draft as `assistant_model`; drop one.{hint}"
+            )
     if kwargs.get("assistant_tokenizer") is not None:
         raise ValueError("`assistant_tokenizer` is not needed: a DSpark draft works on the target's token ids.")
     if mode is not None and mode != GenerationMode.ASSISTED_GENERATION:
@@ -145,7 +152,8 @@ def _policy(model, draft, path: str, settings: Settings, input_ids, cache, gener
         return ConstantPolicy(settings)
     rows, context = input_ids.shape[0], max(generation_config.max_length, cache.get_seq_length())
     profile = profile_for(model, draft, path, rows, min(context, input_ids.shape[1] + _PROFILED_AHEAD))
-    return ThroughputPolicy(settings, profile, settings.num_tokens, rows, step_filler(model, path))
+    filler, sampled = step_filler(model, path), generation_config.do_sample
+    return ThroughputPolicy(settings, profile, settings.num_tokens, rows, filler, sampled)
 
 
 def _starting_cache(model, generation_config, model_kwargs: dict) -> tuple[DynamicCache, bool]:
@@ -206,8 +214,8 @@ def _finish(draft: DSparkDraftModel, stats: GenerationStats) -> None:
     """Publishes the statistics; warns once per draft when it is hardly ever right."""
     publish(stats)
     verified = [event for event in stats.round_events if any(event.verify_lengths)]
-    tried = sum(length > 0 for event in verified for length in event.verify_lengths)
-    accepted = sum(count > 0 for event in verified for count in event.accepted)
+    tried = sum(event.verify_lengths[place] > 0 for event in verified for place in event.draft_rows)
+    accepted = sum(event.accepted[place] > 0 for event in verified for place in event.draft_rows)
     if tried >= _ENOUGH_ROUNDS and accepted < _USELESS * tried and draft not in _warned_drafts:
         _warned_drafts.add(draft)
         logger.warning(

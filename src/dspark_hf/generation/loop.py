@@ -9,14 +9,17 @@ import weakref
 
 import torch
 
+from ..copying import RowText
 from ..ops import contiguous_inputs, first_argmax, on_device
 from ..sampling import accept_greedy, accept_sampled, draw, residual_weights
 from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
 from .capture import TapCapture, decoder_layers
 from .collector import Collector
+from .copies import with_copies
 from .drafter import DraftContext, Drafter, DraftRound
-from .policy import LOAD, ConstantPolicy
+from .load import LOAD
+from .policy import ConstantPolicy
 from .processors import BlockProcessors, draft_warper
 from .ragged_cache import RaggedCache, export_rows
 from .settings import Settings
@@ -87,6 +90,7 @@ class DecodingLoop:
         self.rows_run_on = not self.rules.eos and input_ids.shape[0] > 1
         self.stopped_at: dict[int, int] = {}
         self.pending: tuple[DraftRound, list | None] | None = None
+        self.texts: list[RowText] | None = None  # what rows may copy from
         # What finished rows leave behind when the cache is handed back: keys and values of the target, draft's context.
         self.finished_rows: dict[int, tuple] = {}
 
@@ -129,6 +133,7 @@ class DecodingLoop:
         past = source.get_seq_length()
         mask = model_kwargs.get("attention_mask")
         padding = None if mask is None else mask.bool()
+        prompts = self._prompts(padding) if self.policy.copy_tokens else None
         shared = self.draft.shared_weights(self.model)
         near = min(self.rules.max_new, _HEADROOM) + self.draft.config.block_size
         self.drafter = Drafter(self.draft, shared, batch, self.input_ids.shape[1] + near, self.warp)
@@ -155,8 +160,18 @@ class DecodingLoop:
         scores = self.processors(self.out.ids, self.rows, [self.input_ids.shape[1]] * batch, logits)
         self.anchors = draw(scores.softmax(-1)) if self.sampling else first_argmax(scores)
         self.out.write_ids(self.rows, self.anchors[:, None])
+        if prompts is not None:
+            self.texts = [RowText(prompt) for prompt in prompts]  # an accelerator is still busy with the prompt
         _, finished = self._commit([[token] for token in self.anchors.tolist()], scores, logits, self.rows)
         self._leave(finished, [0] * batch)
+
+    def _prompts(self, padding: torch.Tensor | None) -> list[list[int]]:
+        """The rows' prompts without padding."""
+        rows = self.input_ids.tolist()
+        if padding is None:
+            return rows
+        real = padding[:, -self.input_ids.shape[1] :].tolist()
+        return [[token for token, keep in zip(*row) if keep] for row in zip(rows, real)]
 
     def _first_positions(self, outputs, model_kwargs: dict, batch: int) -> torch.Tensor:
         """Position of each row's first new token, `(batch,)` or `(axes, batch)`; every later one follows from it."""
@@ -172,12 +187,18 @@ class DecodingLoop:
 
         # 1. A block per row, unless it was drafted ahead.
         context, load = max(self.cache.lengths), self.report_load(len(rows))
+        if self.texts is not None:
+            self._offer_copies(limits, context, load)
         clock = time.perf_counter()
         drafted, confidence = self.pending or self._draft(max(limits), context, load)
         draft_seconds = time.perf_counter() - clock
+        draft_width = drafted.tokens.shape[1] if drafted else 0
 
-        # 2. How much of each block to verify.
-        plan = self.policy.plan(rows, confidence, drafted.tokens.shape[1] if drafted else 0, limits, context, load)
+        # 2. How much of each block to verify, and which rows copy theirs from their text.
+        plan = self.policy.plan(rows, confidence, draft_width, limits, context, load)
+        widths = [draft_width if copy is None else len(copy.tokens) for copy in plan.copies or [None] * len(rows)]
+        if any(plan.copies):
+            drafted, confidence = with_copies(drafted, plan.copies, self.device), plan.confidence
         counts = [1 + length for length in plan.lengths]
         width = max(plan.lengths)
 
@@ -215,7 +236,7 @@ class DecodingLoop:
             [late_confidence, ahead_confidence],
         )
         new = [row[1 : 2 + row[0]] for row in told]
-        proposals = [row[2 + width :] for row in told]
+        proposals = [row[2 + width : 2 + width + proposed] for row, proposed in zip(told, widths)]
 
         # 8. Commit token by token up to a stop, stream, and let finished rows leave.
         kept, finished = self._commit(new, scores, raw, starts)
@@ -226,6 +247,7 @@ class DecodingLoop:
             confidence=confidence or late_confidence,
             survival=None,
             verify_lengths=plan.lengths,
+            copied=[copy is not None for copy in plan.copies],
             accepted=[min(row[0], keep) for row, keep in zip(told, kept)],
             committed=[tokens[:keep] for tokens, keep in zip(new, kept)],
             draft_seconds=draft_seconds,
@@ -237,12 +259,22 @@ class DecodingLoop:
         )
         if event.confidence is not None:
             event.survival = survival(event.confidence).tolist()
+        if any(plan.copies):  # proposals of different lengths
+            event.confidence, event.survival = (
+                [row[:proposed] for row, proposed in zip(part, widths)] for part in (event.confidence, event.survival)
+            )
         self.stats.round_events.append(event)
-        self.policy.observe(rows, plan, event.accepted, sum(kept), drafted is not None)
+        self.policy.observe(rows, plan, event.accepted, sum(kept), draft_width > 0)
         if hasattr(self.streamer, "on_round"):
             self.streamer.on_round(event)
         self.pending = None if ahead is None else (ahead, ahead_confidence)
         self._leave(finished, kept)
+
+    def _offer_copies(self, limits: list[int], context: int, load: int) -> None:
+        """Tells the policy what each row could copy in the coming round."""
+        most = self.policy.copy_tokens
+        copies = [self.texts[row].find(min(limit, most)) for row, limit in zip(self.rows, limits)]
+        self.policy.offer(self.rows, copies, limits, context, load)
 
     def _draft(self, limit: int, context: int, load: int, read: bool = True) -> tuple[DraftRound | None, list | None]:
         """A block for every row and, where the policy needs them now, its confidences on the host."""
@@ -279,7 +311,7 @@ class DecodingLoop:
         accepted = accept_sampled(p, drafted.q_drawn[:, :width], torch.rand_like(p), limit)
         row = torch.arange(len(lengths), device=self.device)
         at_stop = probabilities[where[row, accepted]]
-        q = self.drafter.in_target_vocabulary(drafted.q[row, accepted.clamp_max(width - 1)], at_stop.shape[-1])
+        q = self.drafter.q_at(drafted, accepted.clamp_max(width - 1), at_stop.shape[-1])
         return accepted, draw(residual_weights(at_stop, q, accepted < limit))
 
     # ------------------------------------------------------------------------------------------------ rows
@@ -292,7 +324,10 @@ class DecodingLoop:
         if self.rows_run_on:
             kept, finished = self._run_on(new, kept, finished, generated)
         self.out.add_scores(rows, kept, starts, scores, logits)
-        self.out.add_tokens(rows, [tokens[:keep] for tokens, keep in zip(new, kept)])
+        committed = [tokens[:keep] for tokens, keep in zip(new, kept)]
+        self.out.add_tokens(rows, committed)
+        for row, tokens in zip(rows, committed) if self.texts is not None else ():
+            self.texts[row].extend(tokens)
         self.out.stream([row for row, done in zip(rows, finished) if not done])
         return kept, finished
 

@@ -9,13 +9,11 @@ Both are functions of the call's own history and of a cost table, never of the c
 output twice.
 """
 
-import threading
-import weakref
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from ..copying import Copy
 from ..draft_gate import AcceptanceTracker, DraftGate, row_costs
 from ..draft_width import DraftWidth
 from ..row_values import RowPace, banked_steps, row_values, step_shares
@@ -32,85 +30,13 @@ from ..scheduling import (
     throughput_round,
 )
 from ..throughput import CONTEXT_STEP, ThroughputProfile
+from .copies import CopyChoice
 from .settings import Settings
 
 # A stale budget replaces the early stop where the cost curve is so jagged that stopping early loses this much.
 _JAGGED = 1.01
 # Drafting must be predicted to win by this share before a paused gate is woken, and the load fallen to this one.
 _WAKE_MARGIN, _WAKE_LOAD = 0.02, 0.75
-
-
-class Load:
-    """Rows that the other running `generate()` calls of this process decode on a target, with a draft or without."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._targets: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    @contextmanager
-    def call(self, target):
-        """Registers a call of this thread; yields a function that sets its running rows and returns the others'."""
-        token, thread = object(), threading.get_ident()
-        with self._lock:
-            running = self._targets.setdefault(target, _Running())
-            if not running.calls:
-                running.hook = target.register_forward_pre_hook(running.see, with_kwargs=True)
-            running.calls[token] = 0
-            outer = running.call_of_thread.get(thread)
-            running.call_of_thread[thread] = token
-        asked = [running.clock] * 2
-
-        def update(rows: int) -> int:
-            running.calls[token] = rows
-            running.clock += 1
-            since = asked.pop(0)
-            asked.append(running.clock)
-            return sum(list(running.calls.values())) - rows + running.rows_without_draft(since)
-
-        try:
-            yield update
-        finally:
-            with self._lock:
-                del running.calls[token]
-                running.call_of_thread[thread] = outer
-                if outer is None:
-                    del running.call_of_thread[thread]
-                if not running.calls:
-                    running.hook.remove()
-
-
-class _Running:
-    """What runs on one target. The clock counts the rounds of all registered calls."""
-
-    def __init__(self):
-        self.calls: dict[object, int] = {}  # rows of each registered call
-        self.call_of_thread: dict[int, object] = {}
-        self.others: dict[int, tuple[int, int]] = {}  # thread: rows of its last forward, and when that was
-        self.clock = 0
-        self.hook = None
-
-    def see(self, module, args, kwargs) -> None:
-        """Before each forward of the target: calls that are not registered show themselves by it."""
-        inputs = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        inputs = args[0] if inputs is None and args else inputs
-        if inputs is None:
-            return
-        thread = threading.get_ident()
-        token = self.call_of_thread.get(thread)
-        if token is None:
-            self.others[thread] = (inputs.shape[0], self.clock)
-        elif self.calls[token] == 0:
-            self.calls[token] = inputs.shape[0]  # still at its prompt
-
-    def rows_without_draft(self, since: int) -> int:
-        """Rows of threads that have used the target since then; the rest are forgotten."""
-        for thread, (_, seen) in list(self.others.items()):
-            if seen < since:
-                self.others.pop(thread, None)
-        return sum(rows for rows, _ in list(self.others.values()))
-
-
-LOAD = Load()
 
 
 @dataclass
@@ -121,6 +47,9 @@ class Plan:
     expected_tokens: float | None = None
     seconds: float | None = None
     plain_seconds: float | None = None
+    # Rows that copy, where any does, and the confidences of all proposals, `[R][K]`.
+    copies: list[Copy | None] = field(default_factory=list)
+    confidence: list[list[float]] | None = None
 
 
 class ConstantPolicy:
@@ -133,6 +62,11 @@ class ConstantPolicy:
     def draft_tokens(self) -> int:
         """Most tokens to draft in the coming round."""
         return self.settings.num_tokens
+
+    @property
+    def copy_tokens(self) -> int:
+        """Most tokens to copy for a row; 0 for rules that do not weigh copies against drafts."""
+        return 0
 
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
         """Whether the coming round is drafted; a threshold of 1 would verify nothing of it."""
@@ -174,9 +108,12 @@ class ThroughputPolicy(ConstantPolicy):
         width (`int`): Tokens drafted per round.
         rows (`int`): Rows of the call.
         fill (`Fill`): Tokens that a step is filled up to; what there is room for is verified too.
+        sampled (`bool`): Whether tokens are sampled.
     """
 
-    def __init__(self, settings: Settings, profile: ThroughputProfile, width: int, rows: int, fill: Fill = int):
+    def __init__(
+        self, settings: Settings, profile: ThroughputProfile, width: int, rows: int, fill: Fill = int, sampled=False
+    ):
         super().__init__(settings)
         self.profile, self.width, self.fill = profile, width, fill
         # The gains of many rows vary less than those of one, so that fewer steps tell as much, and a probe costs more.
@@ -189,14 +126,42 @@ class ThroughputPolicy(ConstantPolicy):
         self._hopeless = False  # whether not even a perfect draft would pay
         self._budget: int | None = None  # of older rounds, where the cost curve is jagged
         self._round: _Round | None = None  # in progress
+        self._shares: dict[tuple[int, int], tuple[float, float]] = {}  # `step_shares` by rows and context
+        self.choice, self._offer = CopyChoice(sampled), None
 
     @property
     def draft_tokens(self) -> int:
         """As in [`ConstantPolicy`]; the slots that lately were worth drafting."""
         return self.reach.tokens
 
+    @property
+    def copy_tokens(self) -> int:
+        """As in [`ConstantPolicy`]."""
+        return self.settings.copy_tokens
+
     def _cost(self, rows: int, context: int, load: int) -> torch.Tensor:
-        return self.profile.cost_table(rows * (1 + self.width) + load, rows + load, context)
+        most = max(self.width, self.settings.copy_tokens)
+        return self.profile.cost_table(rows * (1 + most) + load, rows + load, context)
+
+    def _values(self, rows: list[int], limits: list[int], context: int) -> tuple[list[float], tuple[float, float]]:
+        """What a token of each row is worth, and the shares of a step that it follows from."""
+        if self.row_gates is None:
+            return [1.0], (1.0, 0.0)
+        key = (len(rows), context // CONTEXT_STEP)
+        if key not in self._shares:
+            one, all_rows = (self.profile.plain_seconds(count, context) for count in (1, len(rows)))
+            self._shares[key] = step_shares(one, all_rows, len(rows))
+        return row_values([limit + 1 for limit in limits], self.pace.of(rows), *self._shares[key]), self._shares[key]
+
+    def offer(self, rows: list[int], copies: list[Copy | None], limits: list[int], context: int, load: int) -> None:
+        """What each row could copy in the coming round; before it is drafted and planned."""
+        self._offer = None
+        if any(copies):
+            cost, running = self._cost(len(rows), context, load), len(rows) + load
+            plain, slot = float(cost[running]), float(cost[-1] - cost[running]) / (len(cost) - 1 - running)
+            ready = [self._is_open(row) for row in rows]
+            values = self._values(rows, limits, context)[0]
+            self._offer = self.choice.offer(copies, values, ready, plain / running, slot)
 
     def wants_draft(self, rows: list[int], context: int, load: int) -> bool:
         """Whether the coming round is drafted; looks at finished rounds and the load only."""
@@ -211,6 +176,10 @@ class ThroughputPolicy(ConstantPolicy):
         if self._round is not None and self.gate.is_probing:
             return False  # asked ahead, during a probe: its outcome decides
         if self.row_gates is not None and not any(self.row_gates[row].is_open for row in rows):
+            return False
+        if self._round is not None and self._round.copies and not self._round.drafted:
+            return False  # asked ahead, where copying needs no draft: the next round decides
+        if self._offer is not None and self._offer.gain_of_drafting <= self.profile.draft_seconds(len(rows)):
             return False
         return self.gate.is_open
 
@@ -228,47 +197,60 @@ class ThroughputPolicy(ConstantPolicy):
 
     def plan(self, rows, confidence, width: int, limits: list[int], context: int, load: int) -> Plan:
         """As in [`ConstantPolicy`]."""
-        cost = self._cost(len(rows), context, load)
-        plain = float(cost[len(rows) + load])
-        self._round = _Round(remaining=[limit + 1 for limit in limits])
-        if not width:
+        cost, running = self._cost(len(rows), context, load), len(rows) + load
+        plain = float(cost[running])
+        offer, self._offer = self._offer, None
+        now = self._round = _Round([limit + 1 for limit in limits], drafted=width > 0)
+        if offer is not None and any(copies := offer.taken(width > 0)):
+            now.copies = copies
+        if not width and not now.copies:
             return Plan([0] * len(rows), float(len(rows)), plain, plain)
-        limits = [min(limit, width) for limit in limits]
-        if self.row_gates is not None:
-            limits = [limit if self.row_gates[row].is_open else 0 for row, limit in zip(rows, limits)]
-            self._round.shares = step_shares(
-                self.profile.plain_seconds(1, context), self.profile.plain_seconds(len(rows), context), len(rows)
-            )
-            self._round.values = row_values(self._round.remaining, self.pace.of(rows), *self._round.shares)
-        draft = self.profile.draft_seconds(len(rows), width)
+        now.values, now.shares = self._values(rows, limits, context)
+        copied = [copy is not None for copy in now.copies] or [False] * len(rows)
+        now.own = [slot for slot, row in enumerate(rows) if not copied[slot] and self._is_open(row)]
+        limits = [limit if copied[slot] or slot in now.own else 0 for slot, limit in enumerate(limits)]
+        if now.copies:
+            confidence, limits = offer.merge(now.copies, confidence, width, limits)
+        else:
+            limits = [min(limit, width) for limit in limits]
+        now.draft_seconds = self.profile.draft_seconds(len(rows), width) if width else 0.0
+        scores = torch.tensor(confidence, dtype=torch.float64)
         if self.settings.threshold > 0:
             # a cut at slot k uses scores up to k only, so it may narrow what the others choose from
-            limits = confidence_lengths(torch.tensor(confidence), self.settings.threshold, limits)
-        arguments = {"cost": cost, "draft_seconds": draft, "load_rows": load}
-        alive = survival(torch.tensor(confidence, dtype=torch.float64))
+            limits = confidence_lengths(scores, self.settings.threshold, limits)
+        arguments = {"cost": cost, "draft_seconds": now.draft_seconds, "load_rows": load}
+        alive = survival(scores)
         worth = alive
         if self.row_gates is not None:
-            worth = alive * torch.tensor(self._round.values, dtype=torch.float64)[:, None]
+            worth = alive * torch.tensor(now.values, dtype=torch.float64)[:, None]
         result, outlook = throughput_round(worth, limit=limits, fill=self.fill, **arguments)
         stale, self._budget = self._budget, self._next_budget(result, outlook)
         if stale is not None:
             stale = stale and self.fill(len(rows) + stale) - len(rows)
             result = predict(worth, budget_lengths(worth, stale, limits), **arguments)
-        self._round.promised = result.expected_tokens / len(rows)
-        kept = torch.arange(width) < result.lengths[:, None]
-        self._round.draft_seconds = draft
-        self._round.savings = self._savings(worth, kept, cost, result, len(rows) + load)
-        return Plan(result.lengths.tolist(), len(rows) + float((alive * kept).sum()), result.seconds, plain)
+        lengths, alive = result.lengths.tolist(), alive.tolist()
+        verified = sum(lengths)
+        now.slot_seconds = float(cost[running + verified] - cost[running]) / max(1, verified)
+        now.copy_seconds = now.slot_seconds * sum(length for length, copy in zip(lengths, copied) if copy)
+        price = min(plain / running, result.seconds / result.expected_tokens)
+        self._price_slots(now, alive, lengths, width, price)
+        expected = len(rows) + sum(sum(row[:length]) for row, length in zip(alive, lengths))
+        return Plan(lengths, expected, result.seconds, plain, now.copies, confidence if now.copies else None)
 
     @staticmethod
-    def _savings(worth: torch.Tensor, kept: torch.Tensor, cost: torch.Tensor, result: Schedule, rows: int) -> list:
-        """Seconds that verifying each slot saves, over all rows: its tokens at today's price, less their cost."""
-        verified = int(kept.sum())
-        if not verified:
-            return [0.0] * kept.shape[1]
-        price = min(float(cost[rows]) / rows, result.seconds / result.expected_tokens)
-        step = float(cost[rows + verified] - cost[rows]) / verified
-        return (kept * (worth * price - step)).sum(0).tolist()
+    def _price_slots(now: "_Round", alive: list[list[float]], lengths: list[int], width: int, price: float) -> None:
+        """What the drafted slots promise, and the seconds that verifying each saves: its tokens less their cost."""
+        now.savings, promised = [0.0] * width, 0.0
+        for slot in now.own:
+            value = now.values[slot]
+            for place in range(lengths[slot]):
+                worth = value * alive[slot][place]
+                promised += worth
+                now.savings[place] += worth * price - now.slot_seconds
+        now.promised = 1.0 + promised / len(alive)
+
+    def _is_open(self, row: int) -> bool:
+        return self.row_gates is None or self.row_gates[row].is_open
 
     @staticmethod
     def _next_budget(result: Schedule, outlook: Payoff) -> int | None:
@@ -287,35 +269,42 @@ class ThroughputPolicy(ConstantPolicy):
             drafted (`bool`): Whether there was a draft.
         """
         now, self._round = self._round, None
-        if not drafted:
+        self.choice.observe(now.copies, plan.lengths, accepted, now.own if drafted else [])
+        self.choice.keep_pace(plan.seconds / plan.plain_seconds, committed / len(rows))
+        if self.row_gates is not None and (drafted or now.copies):
+            self.pace.update(rows, [1 + kept for kept in accepted])
+        copied = [copy is not None for copy in now.copies] or [False] * len(rows)
+        if not drafted or all(copied):
             self.gate.skip()
             for row in rows if self.row_gates is not None else ():
                 self.row_gates[row].skip()
             return
         count, was_open = len(rows), self.gate.is_open
-        self.tracker.update(accepted, plan.lengths)
+        got = [1 + kept for kept in accepted]
+        anyway = [1 + kept if copy else 1 for copy, kept in zip(copied, accepted)]  # without the draft
+        accepted = [0 if copy else kept for copy, kept in zip(copied, accepted)]
+        lengths = [0 if copy else length for copy, length in zip(copied, plan.lengths)]
+        self.tracker.update(accepted, lengths)
         whole, one = (self.profile.draft_seconds(count, tokens) for tokens in (self.width, 1))
         self.reach.observe(now.savings, (whole - one) / max(1, self.width - 1))
-        relative = plan.seconds / plan.plain_seconds
+        relative = (plan.seconds - now.copy_seconds) / plan.plain_seconds
         if self.row_gates is None:
             self.gate.observe(float(committed), relative, now.promised)
         else:
-            got = [1 + kept for kept in accepted]
-            self.pace.update(rows, got)
             worth = 1.0 + sum(value * kept for value, kept in zip(now.values, accepted)) / count
-            self.gate.observe(worth, relative, now.promised, banked_steps(now.remaining, got, *now.shares))
-            self._observe_rows(rows, plan, accepted, now.values, now.draft_seconds)
+            banked, without = (banked_steps(now.remaining, tokens, *now.shares) for tokens in (got, anyway))
+            self.gate.observe(worth, relative, now.promised, 1.0 + banked - without)
+            self._observe_rows(rows, plan, lengths, accepted, now)
         if was_open and not self.gate.is_open:
             self._closed_at = sum(self._situation[:2])
 
-    def _observe_rows(self, rows, plan: Plan, accepted: list[int], values: list[float], draft_seconds: float) -> None:
-        """Each row's gate weighs what its verified slots brought against what they cost; the draft is the batch's."""
-        extra = plan.seconds - draft_seconds - plan.plain_seconds
+    def _observe_rows(self, rows, plan: Plan, lengths: list[int], accepted: list[int], now: "_Round") -> None:
+        """Each row's gate weighs what its drafted slots brought against what they cost; the draft is the batch's."""
         rate = sum(self._situation[:2]) / plan.plain_seconds
-        costs = row_costs(plan.lengths, extra, rate)
-        for row, kept, value, cost in zip(rows, accepted, values, costs):
+        costs = row_costs(lengths, now.slot_seconds * sum(lengths), rate)
+        for slot, (row, kept, value, cost) in enumerate(zip(rows, accepted, now.values, costs)):
             gate = self.row_gates[row]
-            if gate.is_open:
+            if slot in now.own:
                 gate.observe(1 + value * kept, cost)
             else:
                 gate.skip()
@@ -326,8 +315,13 @@ class _Round:
     """What was known when the round in progress was planned: see `row_values`."""
 
     remaining: list[int]
+    drafted: bool
+    copies: list[Copy | None] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)  # rows, by their place, that verify what was drafted for them
     values: list[float] | None = None
     shares: tuple[float, float] = (1.0, 0.0)
     promised: float = 1.0
     draft_seconds: float = 0.0
-    savings: list[float] = ()
+    slot_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    savings: list[float] = field(default_factory=list)

@@ -25,11 +25,13 @@ class Settings:
         num_tokens (`int`): Most tokens drafted per round, at most γ.
         threshold (`float`): Confidence below which a row's block is cut (schedule "confidence").
         schedule (`str`): "constant", "confidence" or "throughput".
+        copy_tokens (`int`): Most tokens copied from a row's own text (schedule "throughput"); 0 copies nothing.
     """
 
     num_tokens: int
     threshold: float
     schedule: str
+    copy_tokens: int = 0
 
 
 def resolve_settings(draft, generation_config: GenerationConfig) -> Settings:
@@ -41,7 +43,8 @@ def resolve_settings(draft, generation_config: GenerationConfig) -> Settings:
         generation_config (`GenerationConfig`): The call's.
 
     Raises:
-        ValueError: an unknown schedule, a threshold outside [0, 1], or fewer than one drafted token.
+        ValueError: an unknown schedule, a threshold outside [0, 1], fewer than one drafted token, or fewer than no
+            copied ones.
     """
     base, fallback = draft.generation_config, default_generation_config(draft.config)
     values = {}
@@ -50,6 +53,7 @@ def resolve_settings(draft, generation_config: GenerationConfig) -> Settings:
         if given in (None, filled_in):
             given = getattr(base, name, None)
         values[name] = getattr(fallback, name) if given is None else given
+    values["prompt_lookup_num_tokens"] = getattr(base, "prompt_lookup_num_tokens", None)
     merged = GenerationConfig(**values)
     validate_generation_config(merged, draft.config)
     block = draft.config.num_draft_tokens
@@ -61,4 +65,5 @@ def resolve_settings(draft, generation_config: GenerationConfig) -> Settings:
                 "num_assistant_tokens=%d is more than this draft's block gives; %d tokens are drafted.", wanted, block
             )
         wanted = block
-    return Settings(wanted, merged.assistant_confidence_threshold, merged.num_assistant_tokens_schedule)
+    copied = wanted if merged.prompt_lookup_num_tokens is None else merged.prompt_lookup_num_tokens
+    return Settings(wanted, merged.assistant_confidence_threshold, merged.num_assistant_tokens_schedule, copied)
