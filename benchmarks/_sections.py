@@ -78,14 +78,18 @@ def generate(name: str, report: Report, charts: Charts) -> list[str]:
 
 def load(name: str, report: Report, charts: Charts) -> list[str]:
     """Schedules by load, and what must hold."""
-    header = ("batch", "prompts", "rule", "tok/s", "times plain", "verified", "tau", "rounds without a draft")
+    header = ("batch", "prompts", "rule", "tok/s", "times plain", "by table", "verified", "tau", "copied")
+    header += ("rounds without a draft", "scheduling")
+    steady = {(r["rows"], r["domain"], r["setting"]): r["tokens_per_second_by_table"] for r in report["results"]}
     rows = []
     for result in report["results"]:
         row = [str(result["rows"]), result["domain"], result["setting"]]
         row += [f"{result['tokens_per_second']:.1f}", f"{result['speedup']:.2f}"]
+        row += [f"{result['tokens_per_second_by_table'] / steady[result['rows'], result['domain'], 'plain']:.2f}"]
         if "tau" in result:
             row += [f"{result['mean_verify_length']:.2f}", f"{result['tau']:.2f}"]
-            row += [f"{result['share_without_draft']:.2f}"]
+            row += [f"{result.get('copied_share', 0.0):.0%}", f"{result['share_without_draft']:.2f}"]
+            row += [f"{result['scheduling']:.2%}"] if "scheduling" in result else []
         rows.append(row + [""] * (len(header) - len(row)))
     scheduled = [result for result in report["results"] if result["setting"] == "throughput"]
     series = {
@@ -94,7 +98,11 @@ def load(name: str, report: Report, charts: Charts) -> list[str]:
     }
     charts[f"{name}-verified.svg"] = lines("Mean verify length under the throughput schedule", series, "batch")
     verdicts = "\n".join(f"- {'holds' if holds else 'fails'}: {text}" for text, holds in report["verdicts"].items())
-    machine = f"{report['target']}; measured on {machine_line(report)}.{other_work(report)}"
+    machine = (
+        f"{report['target']}; measured on {machine_line(report)}.{other_work(report)} *By table*: what the same rounds "
+        "take by a cost table measured at the end, all of it in turns, since machines change speed from minute to "
+        "minute. *Copied*: share of the tokens that were copied from the text; the useless draft has no copies."
+    )
     image = f"![verify length by batch](measured/{name}-verified.svg)"
     return [f"## Load: `{name}.json`", machine, image, markdown_table(header, rows), verdicts]
 

@@ -335,8 +335,9 @@ def verdicts(report: dict[str, Any]) -> dict[str, bool]:
         lengths = [cells[key][THROUGHPUT]["mean_verify_length"] for key in sorted(cells) if key[1] == domain]
         text = " > ".join(f"{length:.2f}" for length in lengths)
         found[f"{domain}: verify length falls, {text}"] = lengths == sorted(lengths, reverse=True)
-    shares = [result["scheduling"] for result in report["results"] if "scheduling" in result]
-    found[f"scheduling takes {max(shares):.2%} of a round at most"] = max(shares) <= SCHEDULING
+    most = max(rows for rows, _ in cells)
+    share = max(by_setting[THROUGHPUT]["scheduling"] for (rows, _), by_setting in cells.items() if rows == most)
+    found[f"R={most}: scheduling takes {share:.2%} of a round at most"] = share <= SCHEDULING
     for result in report["useless"]:
         text = f"R={result['rows']}: a useless draft costs {result['cost']:.1%} over {result['tokens']} tokens"
         found[text] = result["cost"] <= USELESS_COST

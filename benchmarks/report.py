@@ -45,7 +45,9 @@ process on a CPU.
 """
 LEGEND = (
     "Speed is in multiples of plain `generate()`'s, prompts included. *Same answers*: rows equal to it token for "
-    "token. *Reached*: share of a round that its two bare forwards take; 1 would be the physical limit."
+    "token. *Copied*: share of the tokens that were copied from the text so far, where the schedule found that to pay; "
+    '"no copies" is the draft alone. *Reached*: share of a round that its bare forwards take; 1 would be the physical '
+    "limit."
 )
 NOTHING = "Nothing is stored yet: `make bench` measures."
 
@@ -151,7 +153,7 @@ def bench_table(report: Report) -> str:
     """Times plain by domain: every way at batch 1, plain and DSpark above it."""
     results = report["results"]
     domains = list(dict.fromkeys(result["domain"] for result in results))
-    header = ["batch", "way to decode", *domains, "tau", "same answers", "reached"]
+    header = ["batch", "way to decode", *domains, "tau", "copied", "same answers", "reached"]
     cells = {(result["rows"], result["method"], result["domain"]): result for result in results}
     smallest = min(result["rows"] for result in results)
     rows = []
@@ -161,6 +163,7 @@ def bench_table(report: Report) -> str:
             continue
         row = [str(size), named(first), *(f"{cells[size, method, domain]['speedup']:.2f}" for domain in domains)]
         row += [f"{first['tau']:.2f}" if "tau" in first else ""]
+        row += [f"{first['copied_share']:.0%}" if first.get("copied_share") else ""]
         row += [f"{first['identical_rows']} of {first['compared_rows']}"]
         rows.append([*row, f"{first['reached']:.2f}" if "reached" in first else ""])
     return markdown_table(header, rows)

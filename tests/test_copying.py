@@ -17,7 +17,7 @@ from test_sampling_exact import PROMPT, processors, small_draft, small_target
 from dspark_hf import record_generation
 from dspark_hf.copying import Copy, CopyRecord, DraftRecord, RowText, net_gain
 from dspark_hf.generation import loop as loop_module
-from dspark_hf.generation.copies import CopyChoice
+from dspark_hf.generation.copies import CopyChoice, unpadded
 from dspark_hf.generation.loop import DecodingLoop
 from dspark_hf.generation.policy import ThroughputPolicy
 from dspark_hf.generation.settings import Settings, resolve_settings
@@ -62,6 +62,14 @@ def test_copy_that_reaches_the_end_repeats_itself():
     assert RowText([1, 2, 3, 1, 2, 3, 1, 2]).find(7) == Copy([3, 1, 2, 3, 1, 2, 3], 5)
     assert RowText([4] * 40).find(3) == Copy([4, 4, 4], 32)
     assert RowText([1, 2]).find(3) is None and RowText().find(3) is None
+
+
+def test_padding_is_no_text():
+    ids, mask = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool()
+    assert unpadded(ids, mask) == [[5, 6], [1, 2, 3, 4]] and unpadded(ids, None) == ids.tolist()
+    earlier = torch.cat([mask.new_ones(2, 3), mask], dim=1)  # with the columns of an earlier turn in front
+    assert unpadded(ids, earlier) == [[5, 6], [1, 2, 3, 4]]
+    assert unpadded(ids[:, :0], mask) == [[], []]  # embeddings in place of ids
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -156,12 +164,23 @@ def test_copies_go_on_while_the_gate_rests():
     acting.observe([0], plan, [5], 6, False)
 
 
-def test_drafting_ahead_waits_where_copying_needs_no_draft():
+@pytest.mark.parametrize("width", [0, 7])
+def test_drafting_ahead_waits_where_copying_needs_no_draft(width):
+    """Also while the round in progress still has a block that was drafted ahead."""
     acting = policy(COPIES_ONLY)
     acting.wants_draft([0], 10, 0)
     acting.offer([0], [Copy([1] * 7, 30)], [99], 10, 0)
-    acting.plan([0], None, 0, [99], 10, 0)
-    assert not acting.wants_draft([0], 10, 0)  # asked during the round
+    plan = acting.plan([0], [[0.5] * 7] if width else None, width, [99], 10, 0)
+    assert plan.copies and not acting.wants_draft([0], 10, 0)  # asked during the round
+    acting.observe([0], plan, [7], 8, width > 0)
+    assert acting.wants_draft([0], 10, 0)  # and now for a round without a copy
+
+
+def test_copies_that_do_not_pay_are_not_taken():
+    choice = CopyChoice(sampled=False)
+    for _ in range(200):
+        choice.record.update(Copy([1], 2), 1, 0)
+    assert choice.offer([Copy([1] * 3, 2)], [1.0], [True], plain=0.05, slot=0.02).taken(drafted=False) == [None]
 
 
 # ------------------------------------------------------------------------------------------------ in the loop

@@ -37,8 +37,8 @@ class Offer:
         return sum(max(0.0, draft - copy) for draft, copy in zip(self.drafting, self.copying))
 
     def taken(self, drafted: bool) -> list[Copy | None]:
-        """The copies that are better than what is drafted; all of them if nothing is."""
-        better = [not drafted or copy >= draft for copy, draft in zip(self.copying, self.drafting)]
+        """The copies that save time and, beside a draft, more than that does."""
+        better = [copy > 0 and (not drafted or copy >= draft) for copy, draft in zip(self.copying, self.drafting)]
         return [copy if good else None for copy, good in zip(self.copies, better)]
 
     def merge(self, taken: list[Copy | None], confidence, width: int, limits: list[int]):
@@ -110,6 +110,21 @@ class CopyChoice:
         self._steps, self._tokens = 0.9 * self._steps + steps, 0.9 * self._tokens + tokens
 
 
+def unpadded(input_ids: torch.Tensor, padding: torch.Tensor | None) -> list[list[int]]:
+    """
+    The tokens of each prompt.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): Padded prompts.
+        padding (`torch.BoolTensor` of shape `(batch, C)`, *optional*): False where padded; may begin before them.
+    """
+    rows = input_ids.tolist()
+    if padding is None:
+        return rows
+    real = padding[:, padding.shape[1] - input_ids.shape[1] :].tolist()
+    return [[token for token, keep in zip(*row) if keep] for row in zip(rows, real)]
+
+
 def with_copies(drafted: DraftRound | None, taken: list[Copy | None], device: torch.device) -> DraftRound:
     """A round's block with the copies in their rows' place; a copied token is drawn with probability 1."""
     width = max(len(copy.tokens) for copy in taken if copy is not None)
@@ -128,4 +143,4 @@ def with_copies(drafted: DraftRound | None, taken: list[Copy | None], device: to
     return DraftRound(tokens, drafted.confidence, drafted.q, q_drawn, copied)
 
 
-__all__ = ["CopyChoice", "Offer", "with_copies"]
+__all__ = ["CopyChoice", "Offer", "unpadded", "with_copies"]

@@ -227,7 +227,8 @@ class Drafter:
             q = self.in_target_vocabulary(drawn, size)
         if drafted.copied is None:
             return q
-        certain = torch.nn.functional.one_hot(drafted.tokens[row, slots], size).to(drafted.q_drawn.dtype)
+        tokens = drafted.tokens[row, slots]
+        certain = drafted.q_drawn.new_zeros(slots.shape[0], size).scatter_(1, tokens[:, None], 1.0)
         return certain if drafted.q is None else torch.where(drafted.copied[:, None], certain, q)
 
     def in_target_vocabulary(self, q: torch.Tensor, size: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..scheduling import survival
 from ..stats import GenerationStats, RoundEvent
 from .capture import TapCapture, decoder_layers
 from .collector import Collector
-from .copies import with_copies
+from .copies import unpadded, with_copies
 from .drafter import DraftContext, Drafter, DraftRound
 from .load import LOAD
 from .policy import ConstantPolicy
@@ -133,7 +133,7 @@ class DecodingLoop:
         past = source.get_seq_length()
         mask = model_kwargs.get("attention_mask")
         padding = None if mask is None else mask.bool()
-        prompts = self._prompts(padding) if self.policy.copy_tokens else None
+        prompts = unpadded(self.input_ids, padding) if self.policy.copy_tokens else None
         shared = self.draft.shared_weights(self.model)
         near = min(self.rules.max_new, _HEADROOM) + self.draft.config.block_size
         self.drafter = Drafter(self.draft, shared, batch, self.input_ids.shape[1] + near, self.warp)
@@ -164,14 +164,6 @@ class DecodingLoop:
             self.texts = [RowText(prompt) for prompt in prompts]  # an accelerator is still busy with the prompt
         _, finished = self._commit([[token] for token in self.anchors.tolist()], scores, logits, self.rows)
         self._leave(finished, [0] * batch)
-
-    def _prompts(self, padding: torch.Tensor | None) -> list[list[int]]:
-        """The rows' prompts without padding."""
-        rows = self.input_ids.tolist()
-        if padding is None:
-            return rows
-        real = padding[:, -self.input_ids.shape[1] :].tolist()
-        return [[token for token, keep in zip(*row) if keep] for row in zip(rows, real)]
 
     def _first_positions(self, outputs, model_kwargs: dict, batch: int) -> torch.Tensor:
         """Position of each row's first new token, `(batch,)` or `(axes, batch)`; every later one follows from it."""

@@ -177,9 +177,9 @@ class ThroughputPolicy(ConstantPolicy):
             return False  # asked ahead, during a probe: its outcome decides
         if self.row_gates is not None and not any(self.row_gates[row].is_open for row in rows):
             return False
-        if self._round is not None and self._round.copies and not self._round.drafted:
-            return False  # asked ahead, where copying needs no draft: the next round decides
-        if self._offer is not None and self._offer.gain_of_drafting <= self.profile.draft_seconds(len(rows)):
+        if self._round is not None and self._round.copies_do:
+            return False  # asked ahead, where drafting beside copies does not pay: the next round decides
+        if self._copies_do(len(rows)):
             return False
         return self.gate.is_open
 
@@ -199,8 +199,8 @@ class ThroughputPolicy(ConstantPolicy):
         """As in [`ConstantPolicy`]."""
         cost, running = self._cost(len(rows), context, load), len(rows) + load
         plain = float(cost[running])
+        now = self._round = _Round([limit + 1 for limit in limits], self._copies_do(len(rows)))
         offer, self._offer = self._offer, None
-        now = self._round = _Round([limit + 1 for limit in limits], drafted=width > 0)
         if offer is not None and any(copies := offer.taken(width > 0)):
             now.copies = copies
         if not width and not now.copies:
@@ -248,6 +248,10 @@ class ThroughputPolicy(ConstantPolicy):
                 promised += worth
                 now.savings[place] += worth * price - now.slot_seconds
         now.promised = 1.0 + promised / len(alive)
+
+    def _copies_do(self, rows: int) -> bool:
+        """Whether the rows' copies leave too little for a draft to save."""
+        return self._offer is not None and self._offer.gain_of_drafting <= self.profile.draft_seconds(rows)
 
     def _is_open(self, row: int) -> bool:
         return self.row_gates is None or self.row_gates[row].is_open
@@ -315,7 +319,7 @@ class _Round:
     """What was known when the round in progress was planned: see `row_values`."""
 
     remaining: list[int]
-    drafted: bool
+    copies_do: bool  # whether a draft would not have paid beside them
     copies: list[Copy | None] = field(default_factory=list)
     own: list[int] = field(default_factory=list)  # rows, by their place, that verify what was drafted for them
     values: list[float] | None = None
