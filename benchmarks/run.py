@@ -30,7 +30,7 @@ DRAFT = ROOT / "checkpoints" / "smollm2-135m-instruct-dspark"
 PROMPTS = ROOT / "benchmarks" / "prompts.jsonl"
 PARTS = ("bench", "free_draft", "scaling")
 # Prompts of each domain, new tokens: what fits into half an hour on one core with a model of 135 M parameters.
-LIMIT, TOKENS = 8, 96
+LIMIT, TOKENS = 4, 96
 FREE_SOURCES = 3  # the free draft answers one prompt of so many sources: what it shows depends on no prompt
 
 
