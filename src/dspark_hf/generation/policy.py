@@ -213,12 +213,12 @@ class ThroughputPolicy(ConstantPolicy):
             confidence, limits = offer.merge(now.copies, confidence, width, limits)
         else:
             limits = [min(limit, width) for limit in limits]
-        now.draft_seconds = self.profile.draft_seconds(len(rows), width) if width else 0.0
+        draft = self.profile.draft_seconds(len(rows), width) if width else 0.0
         scores = torch.tensor(confidence, dtype=torch.float64)
         if self.settings.threshold > 0:
             # a cut at slot k uses scores up to k only, so it may narrow what the others choose from
             limits = confidence_lengths(scores, self.settings.threshold, limits)
-        arguments = {"cost": cost, "draft_seconds": now.draft_seconds, "load_rows": load}
+        arguments = {"cost": cost, "draft_seconds": draft, "load_rows": load}
         alive = survival(scores)
         worth = alive
         if self.row_gates is not None:
@@ -325,7 +325,6 @@ class _Round:
     values: list[float] | None = None
     shares: tuple[float, float] = (1.0, 0.0)
     promised: float = 1.0
-    draft_seconds: float = 0.0
     slot_seconds: float = 0.0
     copy_seconds: float = 0.0
     savings: list[float] = field(default_factory=list)
