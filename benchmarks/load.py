@@ -7,6 +7,10 @@ the confidence threshold, and Algorithm 1 on the measured cost table ("throughpu
 text), taking turns in an order that rotates. What must hold, and is judged at the end: throughput is the best rule or
 close to it at every number of rows, never much slower than plain decoding, and verifies less as rows are added.
 
+The cost table is measured first, at all numbers of rows, and saved where `generate()` looks for it: what `dspark-hf
+profile` does. Measured at first use, a few seconds at each number of rows, verify lengths would differ by the minute in
+which that was.
+
 All answers run to the full length, whatever end-of-sequence token they hold. In half precision near-ties between tokens
 flip with the shape of a batch, and a rule whose answers happen to be easy to draft would look better than it is. So
 greedy rules answer what plain `generate()` answered: before a round's acceptance the scores of its tokens are raised
@@ -17,8 +21,8 @@ answers beside plain decoding over a fixed number of tokens ("useless draft"), w
 it.
 
 Machines change speed from minute to minute, by more than the differences at stake. So the same runs are reckoned by a
-cost table too, measured at the end with all its points taking turns: what their rounds, and plain decoding's steps,
-would have taken on a steady machine ("by table", without prompts and the loop's own overhead).
+second cost table too, measured at the end like the first, all points taking turns: what their rounds, and plain
+decoding's steps, would have taken on a steady machine ("by table", without prompts and the loop's own overhead).
 
 The same prompts are answered at every number of rows that they suffice for, since verify lengths differ from prompt to
 prompt by more than from load to load.
@@ -50,7 +54,7 @@ from dspark_hf.benchmarking.runner import Measurement, Runner, Setting, speed
 from dspark_hf.benchmarking.runner import total_stats as total
 from dspark_hf.generation.loop import DecodingLoop
 from dspark_hf.generation.policy import ThroughputPolicy
-from dspark_hf.generation.profiling import measure_profile
+from dspark_hf.generation.profiling import measure_profile, save_profile
 from dspark_hf.throughput import ThroughputProfile
 
 PLAIN, THROUGHPUT = Setting(), "throughput"
@@ -69,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--least-runs", type=int, default=3, metavar="N", help="of each rule on a domain: large batches are few"
     )
     parser.add_argument("--threshold", type=float, default=0.5, help="of the confidence rule; default: 0.5")
-    parser.add_argument("--table-seconds", type=float, default=40.0, metavar="S", help="to measure the cost table")
+    parser.add_argument("--table-seconds", type=float, default=40.0, metavar="S", help="to measure a cost table, twice")
     parser.add_argument("--useless-rows", nargs="*", type=int, default=[1], metavar="R", help="none: leave it out")
     parser.add_argument("--useless-tokens", type=int, default=256, metavar="N")
     parser.add_argument("--useless-repeats", type=int, default=2, metavar="N")
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     target.generation_config.eos_token_id = None
     report = new_report("load", args)
     report["results"], report["useless"], runs = [], [], []
+    save_profile(cost_table(args, target, draft, prompts))
     for rows in args.rows:
         runs += measure(args, target, draft, prompts, rows)
         print_results([result for result, _ in runs[-len(prompts) * 5 :]])
@@ -170,7 +175,7 @@ def measure(
     ]
     runner = Runner(args, target, draft)
     batches = batches_of(args, target, prompts, rows, args.limit)
-    for setting in settings:  # first use: self-check, cost table, kernels of new shapes
+    for setting in settings:  # first use: self-check, kernels of new shapes
         runner.run(setting, batches[0], Measurement("warm-up"), max_new_tokens=min(8, args.max_new_tokens))
     measured = {setting: [Measurement(batch.source) for batch in batches] for setting in settings}
     deciding = {batch.source: 0.0 for batch in batches}

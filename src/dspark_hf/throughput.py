@@ -4,9 +4,10 @@ The scheduler needs the seconds of a verification step as a function of the toke
 Neither follows from the model alone: kernels, threads, dtype and attention implementation decide. So both are measured
 here, in a couple of seconds, on the calls that the runtime really makes, and kept as a `ThroughputProfile`:
 
-* verify seconds at a few (rows, tokens per row, context) points, made monotone in the tokens by isotonic regression,
-  put on a straight line where they are within noise of one, and read by linear interpolation in tokens per row, rows
-  and context, which is exact for a cost that is affine in rows and tokens; beyond the points the last slope continues;
+* verify seconds at a few (rows, tokens per row, context) points, drawn towards a plane in rows and tokens as far as
+  noise may have moved them, made monotone in the tokens by isotonic regression, and read by linear interpolation in
+  tokens per row, rows and context, which is exact for a cost that is affine in rows and tokens; beyond the points the
+  last slope continues;
 * draft seconds by rows and drafted tokens, treated alike.
 
 A profile is a JSON file under the Hugging Face home, named by a fingerprint of everything that the numbers depend on.
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 # Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
 CONTEXT_STEP = 128
-_NOISE = 0.05  # share by which a measurement of a few samples may be off
+_NOISE = 0.15  # share by which a single sample may be off
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,18 @@ class ThroughputProfile:
         self._build()
 
     def _build(self) -> None:
-        grouped: dict[int, dict[int, dict[int, float]]] = {}
-        for point in self.verify_points:
-            grouped.setdefault(point.context, {}).setdefault(point.rows, {})[point.tokens] = point.seconds
-        self._curves = {
-            context: {rows: _Curve.fit(curve) for rows, curve in sorted(by_rows.items())}
-            for context, by_rows in sorted(grouped.items())
-        }
-        drafts: dict[int, dict[int, float]] = {}
-        for point in self.draft_points:
-            drafts.setdefault(point.tokens, {})[point.rows] = point.seconds
-        self._drafts = {tokens: _Curve.fit(curve) for tokens, curve in sorted(drafts.items())}
+        self._curves = {}
+        for context in sorted({point.context for point in self.verify_points}):
+            points = [point for point in self.verify_points if point.context == context]
+            curves: dict[int, dict[int, float]] = {}
+            for point, seconds in zip(points, flattened(points, lambda point: (1, point.rows, point.tokens))):
+                curves.setdefault(point.rows, {})[point.tokens] = seconds
+            self._curves[context] = {rows: _Curve.fit(curve) for rows, curve in sorted(curves.items())}
+        self._drafts = {}
+        for tokens in sorted({point.tokens for point in self.draft_points}):
+            points = [point for point in self.draft_points if point.tokens == tokens]
+            curve = zip(points, flattened(points, lambda point: (1, point.rows)))
+            self._drafts[tokens] = _Curve.fit({point.rows: seconds for point, seconds in curve})
         self._tables: dict[tuple[int, int], Tensor] = {}
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -362,7 +364,7 @@ class _Curve:
     @classmethod
     def fit(cls, values: dict[int, float]) -> "_Curve":
         x = sorted(values)
-        return cls(tuple(x), tuple(smoothed(x, isotonic([values[at] for at in x]))))
+        return cls(tuple(x), tuple(isotonic([values[at] for at in x])))
 
     def __call__(self, at: float) -> float:
         if len(self.x) == 1:
@@ -385,19 +387,23 @@ def isotonic(values: Sequence[float]) -> list[float]:
     return [total / count for total, count in pools for _ in range(int(count))]
 
 
-def smoothed(x: Sequence[float], y: Sequence[float]) -> list[float]:
-    """`y`, or the values of a straight line where one passes all points within `_NOISE`.
+def flattened(points: Sequence["VerifyPoint | DraftPoint"], place: Callable) -> list[float]:
+    """Seconds of each point, moved towards a plane through all as far as its samples may be off by chance.
 
-    A step's cost is nearly affine in its tokens on most machines, and a point that is a few percent off would make
-    the tokens before it look dear and those behind it free. Steps in the curve that are larger than noise stay.
+    A step's cost is nearly affine in its rows and tokens on most machines, and a point that is off makes the tokens
+    before it look dear and those behind it free. What chance does not explain stays in the curve.
+
+    Args:
+        points: measurements.
+        place (`Callable`): coordinates of a point, the constant 1 included.
     """
-    if len(x) < 3:
-        return list(y)
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    slope = sum((at - mean_x) * (value - mean_y) for at, value in zip(x, y)) / sum((at - mean_x) ** 2 for at in x)
-    line = [mean_y + slope * (at - mean_x) for at in x]
-    near = all(abs(fitted - value) <= _NOISE * value for fitted, value in zip(line, y))
-    return line if near else list(y)
+    host = {"dtype": torch.float64, "device": "cpu"}
+    seconds = torch.tensor([point.seconds for point in points], **host)
+    places = torch.tensor([place(point) for point in points], **host)
+    # shares count, not seconds; places may all lie on one line, which this solver does not mind
+    shares = torch.linalg.lstsq(places / seconds[:, None], torch.ones_like(seconds)[:, None], driver="gelsd").solution
+    noise = torch.tensor([_NOISE / math.sqrt(max(1, point.samples)) for point in points], **host)
+    return torch.clamp((places @ shares)[:, 0], seconds * (1 - noise), seconds * (1 + noise)).tolist()
 
 
 def _bracket(known: Sequence[int], at: float) -> tuple[int, int, float]:
