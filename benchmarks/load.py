@@ -12,9 +12,9 @@ profile` does. Measured at first use, a few seconds at each number of rows, veri
 which that was.
 
 All answers run to the full length, whatever end-of-sequence token they hold. In half precision near-ties between tokens
-flip with the shape of a batch, and a rule whose answers happen to be easy to draft would look better than it is. So
-greedy rules answer what plain `generate()` answered: before a round's acceptance the scores of its tokens are raised
-above all others, which decides near-ties and nothing else.
+flip with the shape of a batch, and a rule whose answers happen to be easy to draft would look better than it is, or
+verify more in a larger batch. So greedy rules answer, at every number of rows, what plain `generate()` answered once in
+the largest batch: before a round's acceptance the scores of its tokens are raised above all others.
 
 Never slower also means: with a draft that is no good. A copy of the draft with random weights and high confidences
 answers beside plain decoding over a fixed number of tokens ("useless draft"), without copies, which would make up for
@@ -109,8 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = new_report("load", args)
     report["results"], report["useless"], runs = [], [], []
     save_profile(cost_table(args, target, draft, prompts))
+    answers = plain_answers(args, target, draft, prompts) if args.temperature is None else {}
     for rows in args.rows:
-        runs += measure(args, target, draft, prompts, rows)
+        runs += measure(args, target, draft, prompts, rows, answers)
         print_results([result for result, _ in runs[-len(prompts) * 5 :]])
     for rows in args.useless_rows:
         report["useless"].append(measure_useless(args, target, draft, prompts, rows))
@@ -161,8 +162,21 @@ def batches_of(args: argparse.Namespace, target: PreTrainedModel, prompts: dict,
     return [batch.to(target.device) for batch in make_batches(chosen, rows, pad)]
 
 
+def plain_answers(
+    args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict
+) -> dict[tuple[int, ...], list[int]]:
+    """What plain `generate()` answers to every prompt in use, in batches of the most rows; by prompt."""
+    rows, runner, answers = max(args.rows), Runner(args, target, draft), {}
+    chosen = {domain: ids[: max(rows, args.limit)] for domain, ids in prompts.items()}
+    for batch in make_batches(chosen, rows, target.generation_config.pad_token_id or 0):
+        run = Measurement(batch.source)
+        runner.run(PLAIN, batch.to(target.device), run)
+        answers |= {tuple(batch.prompt(row)): answer for row, answer in enumerate(run.answers)}
+    return answers
+
+
 def measure(
-    args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict, rows: int
+    args, target: PreTrainedModel, draft: DSparkDraftModel, prompts: dict, rows: int, answers: dict
 ) -> list[tuple[dict[str, Any], list[Measurement]]]:
     """All rules at one number of rows, by domain: results, each with the runs it comes from."""
     block = draft.config.num_draft_tokens
@@ -181,13 +195,11 @@ def measure(
     deciding = {batch.source: 0.0 for batch in batches}
     of_domain = Counter(batch.source for batch in batches)
     for number, batch in enumerate(batches):
-        reference = Measurement("reference")
-        if args.temperature is None:
-            runner.run(PLAIN, batch, reference)
+        reference = [answers[tuple(batch.prompt(row))] for row in range(rows)] if answers else []
         for repeat in range(max(args.repeats, -(-args.least_runs // of_domain[batch.source]))):
             turn = (number + repeat) % len(settings)
             for setting in settings[turn:] + settings[:turn]:
-                with timed_scheduling() as spent, following(reference.answers):
+                with timed_scheduling() as spent, following(reference):
                     runner.run(setting, batch, measured[setting][number])
                 deciding[batch.source] += spent[0] if setting.name == THROUGHPUT else 0.0
     results = []

@@ -1,4 +1,4 @@
-"""How many slots of a block are drafted: a slot as long as it pays, and two to look beyond."""
+"""How many slots of a block are drafted: a slot as long as it pays, and one to look beyond."""
 
 import pytest
 import torch
@@ -9,21 +9,21 @@ from dspark_hf.generation.policy import ThroughputPolicy
 from dspark_hf.generation.settings import Settings
 
 
-def test_slots_that_pay_and_two_more():
+def test_slots_that_pay_and_one_more():
     width = DraftWidth(7)
     assert width.tokens == 7
     width.observe([0.3, 0.2, 0.05, 0.0, 0.0, 0.0, 0.0], slot_seconds=0.1)
-    assert width.tokens == 4
-    width.observe([0.0] * 4, slot_seconds=0.1)  # one poor round: the first two slots still pay on average
-    assert width.tokens == 4
+    assert width.tokens == 3
+    width.observe([0.0] * 3, slot_seconds=0.1)  # one poor round: the first two slots still pay on average
+    assert width.tokens == 3
     for _ in range(5):
         width.observe([0.0] * width.tokens, slot_seconds=0.1)
-    assert width.tokens == 2
+    assert width.tokens == 1
     tokens = []
-    for _ in range(4):
+    for _ in range(7):
         width.observe([0.5] * width.tokens, slot_seconds=0.1)
         tokens.append(width.tokens)
-    assert tokens == [4, 6, 7, 7]
+    assert tokens == [2, 3, 4, 5, 6, 7, 7]
 
 
 def test_free_slots_are_drafted_while_they_save_anything():
@@ -40,7 +40,7 @@ class SlotCost(KnownCost):
         return self.draft * (tokens or 7)
 
 
-@pytest.mark.parametrize("per_slot, expected", [(0.0, 5), (0.012, 4)])
+@pytest.mark.parametrize("per_slot, expected", [(0.0, 4), (0.012, 3)])
 def test_the_policy_drafts_less_where_slots_are_dear(per_slot, expected):
     """Four rows of which three slots are worth verifying, but only two are worth a dear draft."""
     settings = Settings(num_tokens=7, schedule="throughput", threshold=0.0)

@@ -3,15 +3,15 @@
 The head drafts a block slot by slot, over its whole vocabulary each time, so at high load a block costs a noticeable
 share of a step: at 16 rows a seven-token draft may take twice as long as one of two tokens. Slots that Algorithm 1
 then leaves out were drafted for nothing. How far a block reaches is therefore learnt from finished rounds: a slot is
-drafted as long as what verifying it saved, in seconds and over all rows, exceeds what drafting it costs. Two slots
-beyond the last that pays are drafted as well, to notice when more would.
+drafted as long as what verifying it saved, in seconds and over all rows, exceeds what drafting it costs. One slot
+beyond the last that pays is drafted as well, to notice when more would.
 
 Exact under sampling: it looks at finished rounds only.
 """
 
 from collections.abc import Sequence
 
-_SPARE = 2
+_SPARE = 1
 
 
 class DraftWidth:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 # Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
 CONTEXT_STEP = 128
-_NOISE = 0.15  # share by which a single sample may be off
+_NOISE = 0.25  # share by which a single sample may be off
 
 
 @dataclass(frozen=True)
