@@ -100,9 +100,9 @@ def load(name: str, report: Report, charts: Charts) -> list[str]:
     verdicts = "\n".join(f"- {'holds' if holds else 'fails'}: {text}" for text, holds in report["verdicts"].items())
     machine = (
         f"{report['target']}; measured on {machine_line(report)}.{other_work(report)} The cost table that decides is "
-        "measured first, for all batches, as `dspark-hf profile` does. *By table*: what the same rounds take by a second "
-        "one, measured at the end, since machines change speed from minute to minute. *Copied*: share of the tokens that "
-        "were copied from the text; the useless draft has no copies."
+        "measured first, for all batches, as `dspark-hf profile` does. *By table*: what the same rounds take by a "
+        "second one, measured at the end, since machines change speed from minute to minute. *Copied*: share of the "
+        "tokens that were copied from the text; the useless draft has no copies."
     )
     image = f"![verify length by batch](measured/{name}-verified.svg)"
     return [f"## Load: `{name}.json`", machine, image, markdown_table(header, rows), verdicts]
