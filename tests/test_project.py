@@ -15,7 +15,7 @@ LAYERS = {
     "model": {"configuration_dspark", "heads", "modeling_dspark", "draft_cache", "layers", "sharing", "checkpoints"},
     "mathematics": {
         *("sampling", "scheduling", "copying", "draft_gate", "draft_width", "row_values"),
-        *("calibration", "confidence_metrics", "throughput", "fingerprints", "plots"),
+        *("calibration", "confidence_metrics", "throughput", "cost_curves", "fingerprints", "plots"),
     },
     "runtime": {"generation"},
     "edge": {"calibration_run", "training", "benchmarking", "demo", "cli", "__init__"},

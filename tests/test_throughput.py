@@ -6,9 +6,10 @@ import logging
 import pytest
 import torch
 
+from dspark_hf.cost_curves import flattened, isotonic
 from dspark_hf.fingerprints import device_name, fingerprint, fingerprint_fields, profile_path
 from dspark_hf.scheduling import schedule
-from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint, flattened, isotonic
+from dspark_hf.throughput import DraftPoint, ThroughputProfile, VerifyPoint
 
 
 class FakeMachine:
@@ -333,8 +334,9 @@ def test_other_rows_help_to_place_a_point():
     plane = [(rows, rows * width, 70.0 + rows + rows * width) for rows in (1, 2, 4) for width in (1, 2, 4, 8)]
     points = [VerifyPoint(rows, tokens, 0, seconds) for rows, tokens, seconds in plane]
     points[6] = VerifyPoint(2, 8, 0, 80.0 * 1.12)
-    alone = flattened(points[4:8], lambda point: (1, point.tokens))[2]
-    assert 80.0 < flattened(points, lambda point: (1, point.rows, point.tokens))[6] < 81.2 < alone
+    places, seconds = [(1, point.rows, point.tokens) for point in points], [point.seconds for point in points]
+    alone = flattened(places[4:8], seconds[4:8], [1] * 4)[2]
+    assert 80.0 < flattened(places, seconds, [1] * 12)[6] < 81.2 < alone
 
 
 def test_real_steps_of_the_curve_stay():

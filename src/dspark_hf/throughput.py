@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .cost_curves import Curve, at_rows, bracket, flattened
 from .fingerprints import canonical, fingerprint, profile_path
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 # Tables are built for multiples of this context, so that a growing sequence does not rebuild them every round.
 CONTEXT_STEP = 128
-_NOISE = 0.25  # share by which a single sample may be off
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,16 @@ class ThroughputProfile:
         self._curves = {}
         for context in sorted({point.context for point in self.verify_points}):
             points = [point for point in self.verify_points if point.context == context]
+            seconds = flattened([(1, point.rows, point.tokens) for point in points], *_measured(points))
             curves: dict[int, dict[int, float]] = {}
-            for point, seconds in zip(points, flattened(points, lambda point: (1, point.rows, point.tokens))):
-                curves.setdefault(point.rows, {})[point.tokens] = seconds
-            self._curves[context] = {rows: _Curve.fit(curve) for rows, curve in sorted(curves.items())}
+            for point, value in zip(points, seconds):
+                curves.setdefault(point.rows, {})[point.tokens] = value
+            self._curves[context] = {rows: Curve.fit(curve) for rows, curve in sorted(curves.items())}
         self._drafts = {}
         for tokens in sorted({point.tokens for point in self.draft_points}):
             points = [point for point in self.draft_points if point.tokens == tokens]
-            curve = zip(points, flattened(points, lambda point: (1, point.rows)))
-            self._drafts[tokens] = _Curve.fit({point.rows: seconds for point, seconds in curve})
+            seconds = flattened([(1, point.rows) for point in points], *_measured(points))
+            self._drafts[tokens] = Curve.fit({point.rows: value for point, value in zip(points, seconds)})
         self._tables: dict[tuple[int, int], Tensor] = {}
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -105,11 +106,11 @@ class ThroughputProfile:
     def verify_seconds(self, tokens: float, rows: int = 1, context: int = 0) -> float:
         """Seconds of a step with `tokens` tokens in all over `rows` rows at `context` cached positions."""
         contexts = list(self._curves)
-        low, high, weight = _bracket(contexts, context)
-        cheap = _at_rows(self._curves[low], tokens, rows)
+        low, high, weight = bracket(contexts, context)
+        cheap = at_rows(self._curves[low], tokens, rows)
         if low == high:
             return cheap
-        dear = _at_rows(self._curves[high], tokens, rows)
+        dear = at_rows(self._curves[high], tokens, rows)
         # Beyond the longest context the slope goes on, but noise must not make long contexts cheap.
         return cheap + weight * (dear - cheap) if weight <= 1 else dear + (weight - 1) * max(0.0, dear - cheap)
 
@@ -173,7 +174,7 @@ class ThroughputProfile:
         known = list(self._curves)
         if context > 2 * known[-1] + 256:
             return [context]
-        around = sorted(set(_bracket(known, context)[:2]))
+        around = sorted(set(bracket(known, context)[:2]))
         return [at for at in around if not (min(self._curves[at]) <= 2 * rows and rows <= 1.5 * max(self._curves[at]))]
 
     # -------------------------------------------------------------------------------------------------- measuring
@@ -351,78 +352,9 @@ class ThroughputProfile:
         return profile
 
 
-# ------------------------------------------------------------------------------------------------------ arithmetic
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """A never-falling piecewise linear function with positive values."""
-
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-
-    @classmethod
-    def fit(cls, values: dict[int, float]) -> "_Curve":
-        x = sorted(values)
-        return cls(tuple(x), tuple(isotonic([values[at] for at in x])))
-
-    def __call__(self, at: float) -> float:
-        if len(self.x) == 1:
-            return self.y[0]
-        i = min(max(bisect_right(self.x, at) - 1, 0), len(self.x) - 2)
-        slope = (self.y[i + 1] - self.y[i]) / (self.x[i + 1] - self.x[i])
-        # Extrapolated downwards a steep first segment could reach zero; no step takes less than its share of one.
-        return max(self.y[i] + slope * (at - self.x[i]), self.y[0] * min(1.0, max(at, 0.0) / self.x[0]), 1e-9)
-
-
-def isotonic(values: Sequence[float]) -> list[float]:
-    """The never-falling sequence nearest to `values` in least squares (pool adjacent violators)."""
-    pools: list[list[float]] = []  # [sum, count]
-    for value in values:
-        pools.append([value, 1])
-        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
-            total, count = pools.pop()
-            pools[-1][0] += total
-            pools[-1][1] += count
-    return [total / count for total, count in pools for _ in range(int(count))]
-
-
-def flattened(points: Sequence["VerifyPoint | DraftPoint"], place: Callable) -> list[float]:
-    """Seconds of each point, moved towards a plane through all as far as its samples may be off by chance.
-
-    A step's cost is nearly affine in its rows and tokens on most machines, and a point that is off makes the tokens
-    before it look dear and those behind it free. What chance does not explain stays in the curve.
-
-    Args:
-        points: measurements.
-        place (`Callable`): coordinates of a point, the constant 1 included.
-    """
-    host = {"dtype": torch.float64, "device": "cpu"}
-    seconds = torch.tensor([point.seconds for point in points], **host)
-    places = torch.tensor([place(point) for point in points], **host)
-    # shares count, not seconds; places may all lie on one line, which this solver does not mind
-    shares = torch.linalg.lstsq(places / seconds[:, None], torch.ones_like(seconds)[:, None], driver="gelsd").solution
-    noise = torch.tensor([_NOISE / math.sqrt(max(1, point.samples)) for point in points], **host)
-    return torch.clamp((places @ shares)[:, 0], seconds * (1 - noise), seconds * (1 + noise)).tolist()
-
-
-def _bracket(known: Sequence[int], at: float) -> tuple[int, int, float]:
-    """The two of the sorted `known` around `at` and the weight of the second; above the last the weight exceeds 1."""
-    if at <= known[0] or len(known) == 1:
-        return known[0], known[0], 0.0
-    i = min(bisect_right(known, at) - 1, len(known) - 2)
-    return known[i], known[i + 1], (at - known[i]) / (known[i + 1] - known[i])
-
-
-def _at_rows(curves: dict[int, _Curve], tokens: float, rows: int) -> float:
-    low, high, weight = _bracket(list(curves), rows)
-    if low == high:
-        # One row count, or fewer rows than ever measured: what counts is the number of tokens.
-        return curves[low](tokens)
-    # Same tokens per row on both curves: exact where the cost is affine in rows and tokens.
-    per_row = tokens / rows
-    few, many = curves[low](per_row * low), curves[high](per_row * high)
-    return few + weight * (many - few) if weight <= 1 else many + (weight - 1) * max(0.0, many - few)
+def _measured(points: Sequence[VerifyPoint | DraftPoint]) -> tuple[list[float], list[int]]:
+    """Seconds and samples of the points."""
+    return [point.seconds for point in points], [point.samples for point in points]
 
 
 def _plan(rows, tokens_per_row, contexts, verify_fn, draft_fn, draft_tokens) -> dict[tuple, Callable[[], object]]:
