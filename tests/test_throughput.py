@@ -345,3 +345,4 @@ def test_real_steps_of_the_curve_stay():
         profile = ThroughputProfile({}, [VerifyPoint(1, tokens, 0, seconds, samples) for tokens, seconds in curve])
         assert [profile.verify_seconds(at) for at, _ in curve] == pytest.approx([at for _, at in curve], rel=off)
         assert profile.verify_seconds(8) > 1.3 * profile.verify_seconds(4)
+    assert flattened([(1, 1), (1, 2)], [1.0, 1.01], [1, 1]) == pytest.approx([1.0, 1.01])
